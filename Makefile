@@ -1,0 +1,39 @@
+# Everything runs in .venv; a stamp per extra inside it makes repeated installs free.
+PYTHON ?= python3
+BIN := .venv/bin
+export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
+
+.PHONY: help demo test lint proof bench clean
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+
+help: ## print this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST)
+
+demo: .venv/.installed-demo ## the method in one run, with figures
+	$(BIN)/python -m bench.demo
+
+test: .venv/.installed-test ## the test suite, two workers
+	$(BIN)/python -m pytest -n 2 --durations=15
+
+lint: .venv/.installed-test .venv/.installed-lint ## ruff and pyright over source and tests
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+
+proof: .venv/.installed-test ## the exhaustive proofs of the bounds
+	$(BIN)/python -m bench.proof
+
+bench: .venv/.installed-bench ## the benchmarks behind the README's figures
+	$(BIN)/python -m bench
+
+clean: ## remove the venv, caches and build products
+	rm -rf .venv .cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/.installed-%: pyproject.toml constraints.txt | .venv/bin/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$*]'
+	@touch $@
