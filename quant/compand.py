@@ -1,0 +1,208 @@
+"""Companders as sympy expressions: the bend between a group's values and its codes, and back.
+
+A compander φ maps [0, 1] onto itself, rising; an odd φ also serves signed values. From the expression alone
+come its inverse ψ, the torch functions of both, and (in `quant.bounds`) the worst error.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import sympy
+import torch
+from sympy.printing.pycode import PythonCodePrinter
+from torch import Tensor
+
+from quant.ulp import sqrt
+
+X = sympy.Symbol("x", real=True)
+Y = sympy.Symbol("y", positive=True)
+# Stand-ins for the tensors of the generated functions, named so that no function name contains them.
+VALUE = sympy.Symbol("VALUE", positive=True)
+SCALE = sympy.Symbol("scale", positive=True)
+LEVELS = (127, 255)  # codes above zero of int8 and uint8
+TorchFunction = Callable[[Tensor, Tensor], Tensor]
+_PROBES = tuple(sympy.Rational(n, 17) for n in range(1, 17))
+
+
+@dataclass(frozen=True)
+class Compander:
+    """φ as a sympy expression (or text) in `x`, checked and inverted once.
+
+    >>> Compander("gentle", "3*x / (1 + 2*Abs(x))").inverse
+    -y/(2*y - 3)
+    >>> Compander("dented", "4*x - 3*x**2")
+    Traceback (most recent call last):
+        ...
+    ValueError: compander 'dented' = -3*x**2 + 4*x must rise from 0 to 1 without a fall.
+    """
+
+    name: str
+    expression: sympy.Expr
+    inverse: sympy.Expr = field(init=False)
+    odd: bool = field(init=False, repr=False, compare=False)
+    _functions: dict[int, tuple[TorchFunction, TorchFunction]] = field(init=False, repr=False, compare=False)
+    _largest_scales: dict[int, float] = field(init=False, repr=False, compare=False)
+
+    def __init__(self, name: str, expression: sympy.Expr | str) -> None:
+        try:
+            parsed = sympy.sympify(expression, locals={"x": X})  # pyright: ignore[reportCallIssue]
+        except (sympy.SympifyError, SyntaxError, TypeError) as error:
+            raise ValueError(f"compander {name!r} = {expression} is not an expression that sympy can read.") from error
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "expression", parsed)
+        if parsed.free_symbols != {X}:
+            raise ValueError(f"compander {name!r} = {parsed} must be an expression in x alone.")
+        object.__setattr__(self, "inverse", self._invert())
+        # All of sympy's work is done here: Dynamo cannot trace it, and a user's compiled code may get this far.
+        object.__setattr__(self, "odd", sympy.simplify(parsed + parsed.subs(X, -X)) == 0)
+        try:
+            functions = {levels: (self._compressor(levels), self._expander(levels)) for levels in LEVELS}
+        except (NameError, TypeError, NotImplementedError) as error:
+            raise self._fails("uses a function that torch does not have") from error
+        object.__setattr__(self, "_functions", functions)
+        object.__setattr__(self, "_largest_scales", {levels: self._find_largest_scale(levels) for levels in LEVELS})
+
+    def __reduce__(self) -> tuple[type, tuple[str, sympy.Expr]]:
+        return Compander, (self.name, self.expression)
+
+    def _fails(self, reason: str) -> ValueError:
+        return ValueError(f"compander {self.name!r} = {self.expression} {reason}.")
+
+    def _invert(self) -> sympy.Expr:
+        phi = sympy.simplify(self.expression.subs(X, VALUE))
+        if sympy.limit(phi, VALUE, 0, "+") != 0 or sympy.simplify(phi.subs(VALUE, 1) - 1) != 0:
+            raise self._fails("must map 0 to 0 and 1 to 1")
+        rising = [phi.subs(VALUE, probe).evalf() for probe in (*_PROBES, 1)]
+        if not all(value.is_real for value in rising) or any(
+            low >= high for low, high in zip([0, *rising], rising, strict=False)
+        ):
+            raise self._fails("must rise from 0 to 1 without a fall")
+        try:
+            candidates = sympy.solve(sympy.Eq(phi, Y), VALUE)
+        except NotImplementedError:
+            candidates = []
+        for psi in candidates:
+            undone = [(psi.subs(Y, phi.subs(VALUE, probe)) - probe).evalf() for probe in _PROBES]
+            if all(abs(difference) < 1e-9 for difference in undone) and psi.free_symbols <= {Y}:
+                return sympy.simplify(psi)
+        raise self._fails("cannot be inverted in a real closed form")
+
+    def compressor(self, levels: int) -> TorchFunction:
+        """The torch function (values, scale) → levels · φ(values / scale), not yet rounded."""
+        return self._functions[levels][0]
+
+    def expander(self, levels: int) -> TorchFunction:
+        """The torch function (codes, scale) → scale · ψ(codes / levels)."""
+        return self._functions[levels][1]
+
+    def largest_scale(self, levels: int) -> float:
+        """The largest scale at which neither function overflows on the way."""
+        return self._largest_scales[levels]
+
+    def _compressor(self, levels: int) -> TorchFunction:
+        phi = levels * sympy.simplify(self.expression.subs(X, VALUE))
+        merged = _torch_function(phi.subs(VALUE, VALUE / SCALE), self.odd)
+        if all(_compresses(merged, scale) for scale in _ORDINARY_SCALES):
+            return merged
+        of_ratio = _torch_function(phi, self.odd)  # a power of the scale would overflow: divide first
+        return lambda value, scale: of_ratio(value / scale, scale)
+
+    def _expander(self, levels: int) -> TorchFunction:
+        merged = _torch_function(SCALE * self.inverse.subs(Y, VALUE / levels), self.odd)
+        if sympy.fraction(self.inverse)[1].has(Y) and all(_expands(merged, levels, scale) for scale in _ORDINARY_SCALES):
+            return merged
+        # Without a denominator to absorb it, levels goes to the codes: levels^-4 would underflow the scale.
+        return _torch_function(SCALE * self.inverse.subs(Y, VALUE), self.odd, unit=1 / levels)
+
+    def _find_largest_scale(self, levels: int) -> float:
+        compress, expand = self._functions[levels]
+        scales = ((2 - 2.0**-7) * 2.0**exponent for exponent in range(127, 0, -1))  # the largest bf16 of each binade
+        return next(scale for scale in scales if _compresses(compress, scale) and _expands(expand, levels, scale))
+
+
+_ORDINARY_SCALES = (2.0**-118, 2.0**100)
+_SHARES = torch.arange(1, 9, dtype=torch.float32, device="cpu") / 8
+
+
+def _compresses(function: TorchFunction, scale: float) -> bool:
+    """Whether `function` is a function of the ratio at this scale too: nothing overflows or vanishes on the way."""
+    one, scale_tensor = torch.ones_like(_SHARES), torch.full_like(_SHARES, scale)
+    return torch.allclose(function(_SHARES * scale, scale_tensor), function(_SHARES, one), rtol=1e-4)
+
+
+def _expands(function: TorchFunction, levels: int, scale: float) -> bool:
+    one, scale_tensor = torch.ones_like(_SHARES), torch.full_like(_SHARES, scale)
+    return torch.allclose(function(_SHARES * levels, scale_tensor) / scale, function(_SHARES * levels, one), rtol=1e-4)
+
+
+def _torch_function(expression: sympy.Expr, odd: bool, unit: float = 1.0) -> TorchFunction:
+    """`expression` in VALUE ≥ 0 and SCALE as a function of tensors, continued to negative values if `odd`."""
+    merged = sympy.cancel(sympy.together(expression.rewrite(sympy.exp)))  # one division where there were two
+    numerator, denominator = sympy.fraction(merged)
+    if denominator.subs(VALUE, 0).is_negative:
+        numerator, denominator = -numerator, -denominator
+    # What depends on the scale alone is computed once a group, not once an element.
+    group_top, top = numerator.as_independent(VALUE, as_Add=False)
+    group_bottom, bottom = denominator.as_independent(VALUE, as_Add=False)
+    sign = ""
+    if odd:
+        slope = sympy.cancel(top / VALUE)
+        top, sign = (slope, "value * ") if slope.subs(VALUE, 0).is_finite else (top, "value.sign() * ")
+    text = _TorchPrinter().doprint
+    element = sign.removesuffix(" * ") if sign and top == 1 else f"{sign}({text(top)})"
+    if bottom != 1:
+        element += f" / ({text(bottom)})"
+    group = group_top / group_bottom
+    body = element if group == 1 else f"({text(group)}) * ({element})"
+    body = body.replace(str(VALUE), "value.abs()" if odd else "value")
+    if unit != 1:
+        body = body.replace("value", f"(value * {unit!r})")
+    return eval(f"lambda value, scale: {body}", {"sqrt": sqrt, "square": torch.square})
+
+
+class _TorchPrinter(PythonCodePrinter):
+    """sympy → Python source on tensors: roots by repeated square roots, small powers by products."""
+
+    def _print(self, expr: sympy.Basic, **settings: object) -> str:
+        if isinstance(expr, sympy.Expr) and expr.is_number:
+            return repr(float(expr))
+        if isinstance(expr, sympy.Function) and hasattr(Tensor, expr.func.__name__):
+            return f"({self._print(expr.args[0])}).{expr.func.__name__}()"
+        return super()._print(expr, **settings)
+
+    def _print_Pow(self, expr: sympy.Pow, **_: object) -> str:
+        base, exponent = self._print(expr.base), expr.exp
+        if exponent.is_Rational and exponent > 0:
+            for power, function in ((exponent, "square"), (1 / exponent, "sqrt")):
+                if power.is_Integer and int(power).bit_count() == 1:
+                    return f"{function}(" * (int(power).bit_length() - 1) + base + ")" * (int(power).bit_length() - 1)
+        if exponent.is_Integer and 0 < exponent < 8:
+            return "(" + " * ".join([f"({base})"] * int(exponent)) + ")"
+        if exponent.is_negative:
+            return f"(1.0 / ({self._print(1 / expr)}))"
+        return f"(({base}) ** {self._print(exponent)})"
+
+
+def root(degree: int) -> Compander:
+    """x^(1/degree), for variances: the higher the degree, the further below its neighbours a value may lie."""
+    return Compander(
+        {2: "square root", 3: "cube root", 4: "fourth root"}.get(degree, f"root {degree}"),
+        X ** sympy.Rational(1, degree),
+    )
+
+
+def rational(k: int | sympy.Rational) -> Compander:
+    """(1+k)·x / (1+k·|x|): linear at k = 0, softsign at k = 1, finer about zero as k grows."""
+    return Compander(f"rational k={k}", (1 + k) * X / (1 + k * sympy.Abs(X)))
+
+
+def mu_law(mu: int = 255) -> Compander:
+    """sign(x)·log(1+μ|x|)/log(1+μ): nearly the same relative error at every magnitude above 1/μ."""
+    return Compander(f"mu-law {mu}", sympy.sign(X) * sympy.log(1 + mu * sympy.Abs(X)) / sympy.log(1 + mu))
+
+
+LINEAR = Compander("linear", X)
+SOFTSIGN = Compander("softsign", 2 * X / (1 + sympy.Abs(X)))
+SIGNED_ROOT = Compander("signed root", sympy.sign(X) * sympy.sqrt(sympy.Abs(X)))
+SQUARE_ROOT = root(2)
+FOURTH_ROOT = root(4)

@@ -1,0 +1,97 @@
+"""What a number format is: named parts on one side, fp32 on the other; and the one that stores fp32 as it is."""
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Part:
+    """One stored tensor of a format: its shape and dtype, before it exists."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Format(Protocol):
+    """How an fp32 tensor is stored: `decode(*encode(x))` is x to within the format's bound."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the stored parts, in the order encode gives and decode takes them."""
+        ...
+
+    def parts(self, shape: tuple[int, ...]) -> dict[str, Part]:
+        """The stored tensors for a value of `shape`, by name."""
+        ...
+
+    @property
+    def encode(self) -> Callable[..., tuple[Tensor, ...]]:
+        """x (and, for states, uniform numbers to dither with) → parts."""
+        ...
+
+    @property
+    def decode(self) -> Callable[..., Tensor]:
+        """Parts → x."""
+        ...
+
+
+class WeightFormat(Format, Protocol):
+    """A format that holds a weight, its first part being the parameter, and can be moved by small amounts."""
+
+    @property
+    def advance(self) -> Callable[..., tuple[Tensor, ...]]:
+        """Parts, an amount, uniform numbers or None → the parts after moving the value they hold by the amount."""
+        ...
+
+    @property
+    def resolution(self) -> Callable[..., Tensor]:
+        """Parts → how far apart the values are that can be stored about the one held."""
+        ...
+
+
+@dataclass(frozen=True)
+class Raw:
+    """A value stored as it is, in fp32.
+
+    >>> Raw().parts((4, 8))
+    {'value': Part(shape=(4, 8), dtype=torch.float32)}
+    """
+
+    names = ("value",)
+
+    def parts(self, shape: tuple[int, ...]) -> dict[str, Part]:
+        return {"value": Part(shape, torch.float32)}
+
+    def encode(self, x: Tensor, u: Tensor | None = None) -> tuple[Tensor]:
+        return (x,)
+
+    def decode(self, value: Tensor) -> Tensor:
+        return value
+
+    def advance(self, value: Tensor, by: Tensor, u: Tensor | None) -> tuple[Tensor]:
+        return (value + by,)
+
+    def resolution(self, value: Tensor) -> Tensor:
+        return torch.nextafter(value.abs(), torch.full_like(value, math.inf)) - value.abs()
+
+
+def check_dtype(argument: str, dtype: torch.dtype, allowed: Collection[torch.dtype]) -> None:
+    if dtype not in allowed:
+        names = " or ".join(str(each) for each in allowed)
+        raise TypeError(f"{argument} has dtype {dtype}; allowed is {names}.")
+
+
+def check_same_shape(argument: str, tensor: Tensor, other: str, reference: Tensor) -> None:
+    if tensor.shape != reference.shape:
+        raise ValueError(
+            f"{argument} has shape {tuple(tensor.shape)}; it must equal that of {other}, {tuple(reference.shape)}."
+        )

@@ -1,0 +1,236 @@
+"""fp32 ↔ companded 8-bit codes with a bf16 scale per group: how optimizer states are stored.
+
+    scale = max |x| of the group, rounded up to bf16      code = round(L · φ(x / scale))      x ≈ scale · ψ(code / L)
+
+Groups run along rows and never cross one, so cutting a tensor between rows never cuts a group.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from quant.compand import FOURTH_ROOT, LINEAR, SIGNED_ROOT, SOFTSIGN, SQUARE_ROOT, Compander
+from quant.dither import element_index, mix, uniform
+from quant.format import Part, check_dtype
+from quant.ulp import round_up
+
+MIN_SCALE = 2.0**-118  # below, 127/scale would overflow
+# A code whose value comes back unchanged is off by up to 8e-5 of a code after fp32 arithmetic: dither leaves it be.
+DITHER_MARGIN = 2.0**-13
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A tensor as rows of groups: the trailing dims from `start` on form a row of `columns` elements.
+
+    `start` is the largest index ≥ 1 whose trailing dims hold a whole group, else 1 (0 for a vector).
+    """
+
+    shape: tuple[int, ...]
+    group_size: int
+
+    @property
+    def start(self) -> int:
+        start = max(len(self.shape) - 1, 0)
+        while start > 1 and math.prod(self.shape[start:]) < self.group_size:
+            start -= 1
+        return start
+
+    @property
+    def columns(self) -> int:
+        return math.prod(self.shape[self.start :])
+
+    @property
+    def scales_shape(self) -> tuple[int, ...]:
+        return (*self.shape[: self.start], -(-self.columns // self.group_size))
+
+    def blocks(self, tensor: Tensor) -> list[Tensor]:
+        """Views of a contiguous tensor of `shape` whose last dim is one group each.
+
+        One (groups, group_size) view where rows are whole groups; else the whole groups of all rows as
+        (rows, groups, group_size) and the short groups that end them as (rows, rest), either maybe absent.
+        """
+        columns, size = self.columns, self.group_size
+        if columns % size == 0:
+            return [tensor.view(-1, size)]
+        rows = tensor.view(-1, columns)
+        whole = columns - columns % size
+        ends = rows[:, whole:]
+        return [rows[:, :whole].unflatten(1, (-1, size)), ends] if whole else [ends]
+
+    @property
+    def starts(self) -> list[int]:
+        """The position in the tensor of the first element of each of `blocks`."""
+        whole = self.columns - self.columns % self.group_size
+        return [0, whole] if 0 < whole < self.columns else [0]
+
+    def scale_blocks(self, scales: Tensor) -> list[Tensor]:
+        """The scales of each of `blocks`, with a last dim of 1."""
+        columns, size = self.columns, self.group_size
+        if columns % size == 0:
+            return [scales.view(-1, 1)]
+        rows = scales.view(-1, self.scales_shape[-1])
+        ends = rows[:, -1:]
+        return [rows[:, :-1].unsqueeze(-1), ends] if columns > size else [ends]
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Companded codes, int8 if `signed` else uint8, and one bf16 scale per group.
+
+    Non-finite values make their group's scale NaN, so that the group comes back as NaN and no other does; so
+    do values of more than 2^127, which the compander's arithmetic would overflow (less for some companders).
+    An unsigned value above zero never gets code 0: a variance must not vanish.
+
+    >>> Grouped(SOFTSIGN).parts((8, 64))["scales"]
+    Part(shape=(8, 2), dtype=torch.bfloat16)
+    """
+
+    compander: Compander = SOFTSIGN
+    signed: bool = True
+    group_size: int = 32
+    _compress: Callable[[Tensor, Tensor], Tensor] = field(init=False, repr=False, compare=False)
+    _expand: Callable[[Tensor, Tensor], Tensor] = field(init=False, repr=False, compare=False)
+
+    names = ("codes", "scales")
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.group_size, int) or self.group_size < 2:
+            raise ValueError(f"group_size is {self.group_size!r}; it must be a whole number of at least 2.")
+        if self.signed and not self.compander.odd:
+            raise ValueError(
+                f"compander {self.compander.name!r} = {self.compander.expression} is not odd; "
+                "signed codes need φ(−x) = −φ(x)."
+            )
+        object.__setattr__(self, "_compress", self.compander.compressor(self.levels))
+        object.__setattr__(self, "_expand", self.compander.expander(self.levels))
+
+    def __reduce__(self) -> tuple[type, tuple[Compander, bool, int]]:
+        return Grouped, (self.compander, self.signed, self.group_size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.int8 if self.signed else torch.uint8
+
+    @property
+    def levels(self) -> int:
+        return torch.iinfo(self.dtype).max
+
+    def rows(self, shape: tuple[int, ...]) -> Rows:
+        return Rows(tuple(shape), self.group_size)
+
+    def parts(self, shape: tuple[int, ...]) -> dict[str, Part]:
+        return {
+            "codes": Part(tuple(shape), self.dtype),
+            "scales": Part(self.rows(shape).scales_shape, torch.bfloat16),
+        }
+
+    def encode(self, x: Tensor, u: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Codes and scales of a block whose last dim is one group.
+
+        Rounds to the nearest code or, given uniform `u`, up or down with the odds that make the code right on
+        average.
+        """
+        largest = x.abs().amax(-1, keepdim=True)
+        scale = round_up(largest.clamp(min=MIN_SCALE))
+        codes = self._compress(x, scale)
+        if u is None:
+            codes = codes.round()
+        else:
+            codes = (codes + (DITHER_MARGIN + (1 - 2 * DITHER_MARGIN) * u)).floor()
+        codes = codes.clamp(-self.levels if self.signed else 0, self.levels)
+        if not self.signed:
+            codes = torch.where(x > 0, codes.clamp(min=1), codes)
+        finite = largest <= self.compander.largest_scale(self.levels)
+        codes = torch.where(finite, codes, 0.0)
+        scale = torch.where(largest > 0, scale, 0.0)
+        scale = torch.where(finite, scale, math.nan)
+        return codes.to(self.dtype), scale.to(torch.bfloat16)
+
+    def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return self._expand(codes.to(torch.float32), scales.to(torch.float32))
+
+
+# The defaults for momenta and variances, chosen in docs/formats.md.
+SIGNED8 = Grouped(SIGNED_ROOT)
+ROOT8 = Grouped(FOURTH_ROOT, signed=False)
+
+
+def _format(signed: bool, group_size: int, sqrt: bool, softsign: bool, compander: Compander | None) -> Grouped:
+    if compander is None:
+        compander = SQUARE_ROOT if sqrt else SOFTSIGN if softsign else LINEAR
+    return Grouped(compander, signed, group_size)
+
+
+def quantize(
+    x: Tensor,
+    signed: bool = True,
+    group_size: int = 32,
+    sqrt: bool = False,
+    softsign: bool = True,
+    *,
+    compander: Compander | None = None,
+    rounding: str = "nearest",
+    step: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Codes (of x's shape) and scales of a whole fp32 tensor of any shape.
+
+    `sqrt` and `softsign` choose the compander, `compander` overrides both. `rounding` is "nearest" or
+    "dither", which draws from the element's index and `step`.
+
+    >>> codes, scales = quantize(torch.tensor([0.5, -1.0, 0.0]))
+    >>> codes, scales
+    (tensor([  85, -127,    0], dtype=torch.int8), tensor([1.], dtype=torch.bfloat16))
+    """
+    check_dtype("x", x.dtype, (torch.float32,))
+    if rounding not in ("nearest", "dither"):
+        raise ValueError(f"rounding is {rounding!r}; allowed are 'nearest' and 'dither'.")
+    format = _format(signed, group_size, sqrt, softsign, compander)
+    if not signed and not torch.compiler.is_compiling() and (x < 0).any():
+        raise ValueError(f"x has negative values (least {x.min().item():.6g}); unsigned codes need x ≥ 0.")
+    parts = {
+        name: torch.empty(part.shape, dtype=part.dtype, device=x.device) for name, part in format.parts(x.shape).items()
+    }
+    rows = format.rows(x.shape)
+    if x.numel():
+        source = x.detach().contiguous()
+        stored_blocks = rows.blocks(parts["codes"]), rows.scale_blocks(parts["scales"])
+        for block, codes, scales, start in zip(rows.blocks(source), *stored_blocks, rows.starts, strict=True):
+            u = None
+            if rounding == "dither":
+                u = uniform(mix(element_index(block, start), torch.tensor(step, dtype=torch.int32)), stream=0)
+            for stored, new in zip((codes, scales), format.encode(block, u), strict=True):
+                stored.copy_(new)
+    return parts["codes"], parts["scales"]
+
+
+def dequantize(
+    codes: Tensor,
+    scales: Tensor,
+    signed: bool = True,
+    group_size: int = 32,
+    sqrt: bool = False,
+    softsign: bool = True,
+    *,
+    compander: Compander | None = None,
+) -> Tensor:
+    """The fp32 tensor stored by `quantize` with the same arguments."""
+    format = _format(signed, group_size, sqrt, softsign, compander)
+    check_dtype("codes", codes.dtype, (format.dtype,))
+    check_dtype("scales", scales.dtype, (torch.bfloat16,))
+    rows = format.rows(codes.shape)
+    if tuple(scales.shape) != rows.scales_shape:
+        raise ValueError(
+            f"scales has shape {tuple(scales.shape)}; codes of shape {tuple(codes.shape)} need {rows.scales_shape}."
+        )
+    x = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+    if x.numel():
+        codes = codes.contiguous()
+        for block, *stored in zip(
+            rows.blocks(x), rows.blocks(codes), rows.scale_blocks(scales.contiguous()), strict=True
+        ):
+            block.copy_(format.decode(*stored))
+    return x

@@ -1,0 +1,111 @@
+"""Where the grid of a 16-bit float lies, by float arithmetic alone: the ground under heads, tails and scales.
+
+No bit casts (Inductor's C++ backend runs each as a scalar loop) and no cast-and-back (Inductor folds
+fp32 → bf16 → fp32 to the identity): a value is rounded by adding and subtracting a constant that pushes
+the unwanted bits off the end of the fp32 significand. Every formula gives the same bits whether or not a
+compiler contracts a multiply and an add into one FMA.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# a + a·PHI lies between half and one and a half fp32 ulps above a, so it rounds to the next float up.
+PHI = 1.25 * 2.0**-24
+
+
+@dataclass(frozen=True)
+class NarrowFloat:
+    """A 16-bit IEEE-like float: significand bits (hidden one included) and least normal exponent."""
+
+    dtype: torch.dtype
+    significand_bits: int
+    min_exponent: int
+
+    @property
+    def max(self) -> float:
+        return torch.finfo(self.dtype).max
+
+    @property
+    def min_spacing(self) -> float:
+        return 2.0 ** (self.min_exponent - self.significand_bits + 1)
+
+
+BF16 = NarrowFloat(torch.bfloat16, significand_bits=8, min_exponent=-126)
+FP16 = NarrowFloat(torch.float16, significand_bits=11, min_exponent=-14)
+NARROW_FLOATS = {narrow.dtype: narrow for narrow in (BF16, FP16)}
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The power-of-two scaling under which the grid of `narrow` is computed without over- or underflow.
+
+    fp16's grid needs none. bf16 shares fp32's exponents, whose ends are out of reach of the rounding
+    constant (above 2^111) and of the ulp formula (below 2^-100): values under 1 are worked on 2^64 times
+    larger, the others 2^32 times smaller, both exactly.
+    """
+
+    narrow: NarrowFloat
+    small: Tensor | None
+
+    @classmethod
+    def around(cls, x: Tensor, narrow: NarrowFloat) -> "Frame":
+        return cls(narrow, x.abs() < 1 if narrow.min_exponent < -100 else None)
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x if self.small is None else x * self._power(2.0**64, 2.0**-32)
+
+    def leave(self, x: Tensor) -> Tensor:
+        return x if self.small is None else x * self._power(2.0**-64, 2.0**32)
+
+    def _power(self, if_small: float, otherwise: float) -> Tensor:
+        assert self.small is not None
+        return torch.where(self.small, if_small, otherwise).to(torch.float32)
+
+    def spacing(self, x: Tensor) -> Tensor:
+        """Distance between neighbours of `narrow` in the binade of `x`, which is inside the frame."""
+        # The lower clamp makes the subnormals' spacing that of the least normal binade; the upper one
+        # keeps the sum finite where x is not. Values under 1 alone come near the lower clamp.
+        least = 2.0 ** (self.narrow.min_exponent + (0 if self.small is None else 64))
+        a = x.abs().clamp(least, 2.0**100)
+        return ((a + a * PHI) - a) * 2.0 ** (24 - self.narrow.significand_bits)
+
+
+def nearest(x: Tensor, spacing: Tensor) -> Tensor:
+    """`x` rounded to a multiple of `spacing`, ties to even; |x| < 2^24 spacings, or not finite."""
+    push = spacing * (1.5 * 2.0**23)
+    return (x + push) - push
+
+
+def keep_sign_of_zero(rounded: Tensor, x: Tensor) -> Tensor:
+    """−0.0 where `x` is negative and rounded to zero."""
+    return torch.where(rounded == 0, x * 0.0, rounded)
+
+
+def overflow(rounded: Tensor, narrow: NarrowFloat) -> Tensor:
+    """±Inf beyond the largest value of `narrow`, before a cast to it that a compiler may fold away."""
+    if narrow.max > 2.0**127:  # as large as fp32, where it has happened by itself
+        return rounded
+    return torch.where(rounded.abs() <= narrow.max, rounded, rounded * math.inf)
+
+
+def round_up(x: Tensor, narrow: NarrowFloat = BF16) -> Tensor:
+    """The least value of `narrow` that is not below `x` ≥ 0, as fp32."""
+    frame = Frame.around(x, narrow)
+    inside = frame.enter(x)
+    spacing = frame.spacing(inside)
+    rounded = nearest(inside, spacing)
+    return frame.leave(torch.where(rounded < inside, rounded + spacing, rounded))
+
+
+def sqrt(x: Tensor) -> Tensor:
+    """The correctly rounded square root, the same bits in eager as compiled.
+
+    Inductor emits the hardware's root, which is exact; eager CPU tensors go through a vector library that
+    is an ulp off for up to a fifth of all inputs, so there the root is taken in float64.
+    """
+    if torch.compiler.is_compiling() or x.dtype != torch.float32:
+        return x.sqrt()
+    return x.double().sqrt().float()
