@@ -1,0 +1,27 @@
+"""Drop-in PyTorch optimizers that train with 7 bytes per parameter, every step compiled from pure PyTorch."""
+
+from flashopt_compile.numerics import Health, NumericsError
+from flashopt_compile.optimizer import FlashOptimizer
+from flashopt_compile.optimizers import FlashAdam, FlashAdamW, FlashLion, FlashSGD, FlashSGDW
+from flashopt_compile.rule import Moved, rule, unbias
+from quant import ROOT8, SIGNED8, compute_ecc_bits, dequantize, quantize, reconstruct_fp32_param
+
+__all__ = [
+    "ROOT8",
+    "SIGNED8",
+    "FlashAdam",
+    "FlashAdamW",
+    "FlashLion",
+    "FlashOptimizer",
+    "FlashSGD",
+    "FlashSGDW",
+    "Health",
+    "Moved",
+    "NumericsError",
+    "compute_ecc_bits",
+    "dequantize",
+    "quantize",
+    "reconstruct_fp32_param",
+    "rule",
+    "unbias",
+]

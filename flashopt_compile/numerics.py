@@ -1,0 +1,111 @@
+"""Whether the numbers are sound: updates too small to store, and the health of the codes while training."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flashopt_compile.step import Numbers, Step, wrapped_int32
+from quant.grouped import Grouped
+
+# Per parameter: enough to see a share of one in a thousand, few enough to take no time.
+SAMPLE_ELEMENTS = 1 << 16
+
+
+class NumericsError(RuntimeError):
+    """Updates are too small for the format the weights are stored in."""
+
+
+@dataclass(frozen=True)
+class Health:
+    """Shares of the stored numbers of a parameter group.
+
+    `nonfinite`: weights and states that are Inf or NaN, counted one and all. The rest is of a sample of each
+    parameter. `saturated`: codes at the end of their range (one in a group is, by construction); `zeroed`:
+    codes of zero in groups that are not all zero; `stalled`: weights whose next update, with the gradient at
+    hand, is not zero and under half of what can be stored: lost under "nearest" rounding, kept on average
+    under "dither".
+    """
+
+    saturated: float
+    zeroed: float
+    stalled: float
+    nonfinite: float
+
+
+def health(parameters: Iterator[tuple[Step, list[Tensor], Tensor, Numbers]]) -> Health:
+    """The health of a group's parameters, each given as its step takes it; none of them empty."""
+    counted = dict.fromkeys(("saturated", "zeroed", "stalled", "nonfinite"), 0)
+    codes_seen = weights_seen = values_seen = 0
+    for step, tensors, t, hyper in parameters:
+        counted["nonfinite"] += nonfinite(step, tensors)
+        values_seen += tensors[0].numel() * (1 + len(step.storage.states))
+        block = sampled(step, tensors)
+        head, _, *stored = block
+        beside = len(step.storage.weight.names) - 1
+        weight_parts, stored = (head, *stored[:beside]), stored[beside:]
+        for _, format in step.storage.states:
+            parts, stored = stored[: len(format.names)], stored[len(format.names) :]
+            if isinstance(format, Grouped):
+                codes, scales = parts
+                codes_seen += codes.numel()
+                counted["saturated"] += int((codes.to(torch.int16).abs() == format.levels).sum())
+                counted["zeroed"] += int(((codes == 0) & (scales > 0)).sum())
+        _, by = step.compute(block, t + 1, wrapped_int32(0), hyper)
+        half_code = step.storage.weight.resolution(*weight_parts) / 2
+        weights_seen += head.numel()
+        counted["stalled"] += int(((by != 0) & (by.abs() < half_code)).sum())
+    return Health(
+        saturated=counted["saturated"] / max(1, codes_seen),
+        zeroed=counted["zeroed"] / max(1, codes_seen),
+        stalled=counted["stalled"] / max(1, weights_seen),
+        nonfinite=counted["nonfinite"] / max(1, values_seen),
+    )
+
+
+def nonfinite(step: Step, tensors: Sequence[Tensor]) -> int:
+    """How many of a parameter's weights and states are Inf or NaN."""
+    count = 0
+    for _, (head, _, *stored) in step.storage.blocks(tuple(tensors[0].shape), [each.contiguous() for each in tensors]):
+        count += int((~head.isfinite()).sum())
+        stored = stored[len(step.storage.weight.names) - 1 :]
+        for _, format in step.storage.states:
+            values, *scales = stored[: len(format.names)]
+            stored = stored[len(format.names) :]
+            # A group that is not finite has a scale that says so.
+            count += (
+                int((~scales[0].isfinite()).sum()) * values.shape[-1] if scales else int((~values.isfinite()).sum())
+            )
+    return count
+
+
+def sampled(step: Step, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of evenly spaced rows of a parameter's first block."""
+    _, block = next(step.storage.blocks(tuple(tensors[0].shape), [tensor.contiguous() for tensor in tensors]))
+    every = max(1, block[0].numel() // SAMPLE_ELEMENTS)
+    return [tensor[::every].clone() for tensor in block]
+
+
+def check_numerics(name: str, step: Step, tensors: Sequence[Tensor], t: Tensor, hyper: Numbers) -> None:
+    """Raise NumericsError if the update of the group that holds the largest weight rounds to nothing.
+
+    Dithered updates are kept on average however small, so only "nearest" rounding is checked.
+    """
+    if step.rounding != "nearest" or not tensors[0].numel():
+        return
+    blocks = step.storage.blocks(tuple(tensors[0].shape), [tensor.contiguous() for tensor in tensors])
+    _, block = max(blocks, key=lambda pair: float(pair[1][0].abs().max()))
+    row = int(block[0].abs().argmax()) // max(1, block[0].numel() // len(block[0]))
+    group = [tensor[row : row + 1] for tensor in block]
+    _, by = step.compute(group, t, wrapped_int32(0), hyper)
+    head, _, *stored = group
+    weight = step.storage.weight
+    resolution = float(weight.resolution(head, *stored[: len(weight.names) - 1]).max())
+    largest = float(by.abs().max())
+    if 0 < largest < resolution / 2:
+        raise NumericsError(
+            f"parameter {name}: with lr {float(hyper['lr']):.3g} the largest weight, {float(head.abs().max()):.3g}, "
+            f"would move by {largest:.3g}, less than half its resolution of {resolution:.3g}; "
+            "raise lr, use master_weight_bits=32 or rounding='dither'."
+        )

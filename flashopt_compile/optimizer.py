@@ -1,0 +1,256 @@
+"""The face of the library: `torch.optim.Optimizer`s made of a rule, with the arguments everyone knows."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from flashopt_compile import checkpoint, numerics
+from flashopt_compile.compiled import compiled
+from flashopt_compile.options import (
+    STORAGE_OPTIONS,
+    check_gradient,
+    check_options,
+    check_parameter,
+    check_torch_options,
+)
+from flashopt_compile.rule import Rule
+from flashopt_compile.step import Numbers, Step, step_parameter
+from flashopt_compile.storage import Storage, storage_of
+
+Group = dict[str, Any]
+
+
+class FlashOptimizer(torch.optim.Optimizer):
+    """An optimizer made of a rule: `class FlashAdamW(FlashOptimizer, rule=adamw)`.
+
+    The constructor takes the parameters, the rule's hyper-parameters and, for all or per group:
+    `master_weight_bits` 24, 32 or None (the weight's head and tail together; None for no tail),
+    `quantize` (8-bit states), `rounding` "dither" or "nearest", `maximize`, `decouple_lr` (weight decay
+    scaled by lr/initial_lr instead of lr), `check_numerics` and `skip_nonfinite` (no step at all when any
+    gradient is Inf or NaN). `eager=True` runs the step uncompiled, for debugging; the results are the same.
+    """
+
+    rule: ClassVar[Rule]
+    hyper: ClassVar[dict[str, Any]]
+
+    def __init_subclass__(cls, rule: Rule | None = None, **flags: Any) -> None:
+        super().__init_subclass__()
+        if rule is not None:
+            cls.rule = rule
+            cls.hyper = {**dict(rule.hyper), **flags}
+            keywords = {**cls.hyper, **STORAGE_OPTIONS, "eager": False}
+            cls.__signature__ = inspect.Signature(  # pyright: ignore[reportAttributeAccessIssue]
+                [
+                    inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+                    *(
+                        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
+                        for name, default in keywords.items()
+                    ),
+                ]
+            )
+
+    def __init__(self, params: Any, *args: Any, eager: bool = False, **options: Any) -> None:
+        owner = type(self).__name__
+        if len(args) > len(self.hyper):
+            raise TypeError(
+                f"{owner} takes at most {len(self.hyper)} positional arguments after params: {list(self.hyper)}."
+            )
+        given = dict(zip(self.hyper, args, strict=False))
+        twice = given.keys() & options.keys()
+        if twice:
+            raise TypeError(f"{owner}: {sorted(twice)[0]} is given twice.")
+        given |= check_torch_options(owner, options)
+        known = {**self.hyper, **STORAGE_OPTIONS}
+        for name in given:
+            if name not in known:
+                raise TypeError(f"{owner}: unknown option {name!r}; allowed are {', '.join(known)}.")
+        self.eager = eager
+        super().__init__(params, {**known, **given})
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group of parameters with options of its own, as in torch.optim; nothing is added on an error."""
+        owner = type(self).__name__
+        params = param_group["params"]
+        if isinstance(params, set):
+            raise TypeError(f"{owner}: params is a set, whose order differs from run to run; allowed is a list.")
+        params = [params] if isinstance(params, Tensor) else list(params)
+        options = check_torch_options(owner, param_group)
+        check_options(owner, {**self.defaults, **options}, self.hyper)
+        seen = {id(p) for group in self.param_groups for p in group["params"]}
+        for position, entry in enumerate(params):
+            name, parameter = entry if isinstance(entry, tuple) else (f"{len(self.param_groups)}.{position}", entry)
+            check_parameter(owner, name, parameter)
+            if id(parameter) in seen:
+                raise ValueError(f"{owner}: parameter {name} of shape {tuple(parameter.shape)} is given twice.")
+            seen.add(id(parameter))
+        super().add_param_group({**options, "params": params})
+        group = self.param_groups[-1]
+        if group["decouple_lr"]:
+            group.setdefault("initial_lr", group["lr"])
+
+    @classmethod
+    def rule_of(cls, group: Group) -> Rule:
+        """The rule a group follows; the class's own unless its options choose among several."""
+        return cls.rule
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update every parameter that has a gradient; with `closure`, evaluate it first and return its loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        work = list(self._work())
+        for group, name, parameter, state in work:
+            if parameter.grad is not None:
+                check_gradient(type(self).__name__, name, parameter, parameter.grad)
+                self._check_keys(group, name, parameter, state)
+        if self._has_nonfinite_gradient(work):
+            return loss
+        numbers = {id(group): self._numbers(group) for group in self.param_groups}
+        for group, name, parameter, state in work:
+            if group["check_numerics"] and parameter.grad is not None:
+                step = self._step_of(group, parameter)
+                tensors = self._tensors(step.storage, parameter, parameter.grad, state)
+                numerics.check_numerics(name, step, tensors, state["step"] + 1, numbers[id(group)])
+        for group, _, parameter, state in work:
+            if parameter.grad is not None:
+                step = self._step_of(group, parameter)
+                state["step"] += 1
+                run = step if self.eager or torch.compiler.is_compiling() else compiled(step)
+                tensors = self._tensors(step.storage, parameter, parameter.grad, state)
+                step_parameter(step, run, tensors, state["step"], numbers[id(group)])
+        return loss
+
+    def memory(self) -> dict[str, Any]:
+        """Bytes that exist now: `parts` by kind, `parameters` by name, their `total`, and `per_parameter`.
+
+        Counted from the tensors themselves; gradients count while they are held.
+        """
+        by_name: dict[str, dict[str, int]] = {}
+        elements = 0
+        for _, name, parameter, state in self._work(make=False):
+            tensors = {"weight": parameter, "gradient": parameter.grad, **state}
+            by_name[name] = {key: value.nbytes for key, value in tensors.items() if isinstance(value, Tensor)}
+            elements += parameter.numel()
+        parts: dict[str, int] = {}
+        for sizes in by_name.values():
+            for part, size in sizes.items():
+                parts[part] = parts.get(part, 0) + size
+        total = sum(parts.values())
+        return {
+            "parts": parts,
+            "parameters": by_name,
+            "total": total,
+            "per_parameter": total / max(1, elements),
+        }
+
+    @torch.no_grad()
+    def health(self) -> list[numerics.Health]:
+        """For each parameter group, what share of its stored numbers is saturated, zeroed, stalled or not finite."""
+        return [numerics.health(self._samples(group)) for group in self.param_groups]
+
+    def _samples(self, group: Group) -> Iterator[tuple[Step, list[Tensor], Tensor, Numbers]]:
+        numbers = self._numbers(group)
+        for owner, _, parameter, state in self._work(make=False):
+            if owner is group and state:
+                step = self._step_of(group, parameter)
+                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                if parameter.numel():
+                    yield step, self._tensors(step.storage, parameter, grad, state), state["step"], numbers
+
+    def _work(self, make: bool = True) -> Iterator[tuple[Group, str, Tensor, dict[str, Any]]]:
+        """Every parameter to be trained, with its group, name and state, made if need be."""
+        for number, group in enumerate(self.param_groups):
+            names = group.get("param_names") or [f"{number}.{position}" for position in range(len(group["params"]))]
+            for name, parameter in zip(names, group["params"], strict=True):
+                if parameter.requires_grad:
+                    if make and not self.state.get(parameter):
+                        self.state[parameter] = self._new_state(group, parameter)
+                    yield group, name, parameter, self.state.get(parameter, {})
+
+    def _storage(self, group: Group, parameter: Tensor) -> Storage:
+        shape = tuple(parameter.shape)
+        return storage_of(self.rule_of(group), parameter.dtype, shape, group["master_weight_bits"], group["quantize"])
+
+    def _step_of(self, group: Group, parameter: Tensor) -> Step:
+        return Step(self.rule_of(group), self._storage(group, parameter), group["rounding"], group["maximize"])
+
+    def _new_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
+        parts = self._storage(group, parameter).parts(tuple(parameter.shape))
+        zeros = {key: torch.zeros(part.shape, dtype=part.dtype, device=parameter.device) for key, part in parts.items()}
+        return {"step": torch.zeros((), dtype=torch.float32), **zeros}
+
+    def _tensors(self, storage: Storage, parameter: Tensor, grad: Tensor, state: dict[str, Any]) -> list[Tensor]:
+        """Head, gradient and the rest in the storage's order, apart from autograd, which minds views of a leaf."""
+        return [
+            parameter.detach(),
+            grad.detach(),
+            *(state[key] for key in storage.parts(tuple(parameter.shape))),
+        ]
+
+    def _check_keys(self, group: Group, name: str, parameter: Tensor, state: dict[str, Any]) -> None:
+        parts = self._storage(group, parameter).parts(tuple(parameter.shape))
+        found = {key: value.dtype for key, value in state.items() if key != "step"}
+        expected = {key: part.dtype for key, part in parts.items()}
+        if found != expected:
+            raise ValueError(
+                f"{type(self).__name__}: the state of parameter {name} is {found}, and its group's options now ask for "
+                f"{expected}; options that decide on storage must not change after the first step."
+            )
+
+    def _numbers(self, group: Group) -> Numbers:
+        """The group's hyper-parameters as its rule takes them: every number a 0-dim fp32 tensor."""
+
+        def tensor(value: Any) -> Any:
+            if isinstance(value, tuple | list):
+                return tuple(tensor(each) for each in value)
+            return torch.as_tensor(value, dtype=torch.float32).reshape(())
+
+        hyper = {name: group[name] for name, _ in self.rule_of(group).hyper}
+        if group["decouple_lr"] and "weight_decay" in hyper and group["initial_lr"]:
+            hyper["weight_decay"] = hyper["weight_decay"] / group["initial_lr"]
+        return {name: tensor(value) for name, value in hyper.items()}
+
+    def _has_nonfinite_gradient(self, work: list[tuple[Group, str, Tensor, dict[str, Any]]]) -> bool:
+        grads = [p.grad for group, _, p, _ in work if group["skip_nonfinite"] and p.grad is not None and p.numel()]
+        if grads and torch.compiler.is_compiling():
+            raise RuntimeError(
+                "skip_nonfinite=True decides on the gradients' values, which torch.compile(opt.step) cannot."
+            )
+        # The extremes show any Inf or NaN, and take no memory.
+        return any(not bool(extreme.isfinite()) for grad in grads for extreme in grad.aminmax())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave, bit for bit; on a mismatch nothing changes."""
+        owner = type(self).__name__
+        saved = state_dict["param_groups"]
+        if [len(group["params"]) for group in saved] != [len(group["params"]) for group in self.param_groups]:
+            sizes = [len(group["params"]) for group in saved]
+            own = [len(group["params"]) for group in self.param_groups]
+            raise ValueError(f"{owner}: the state dict has groups of {sizes} parameters; this optimizer has {own}.")
+        for group, saved_group in zip(self.param_groups, saved, strict=True):
+            options = {**self.defaults, **saved_group}
+            check_options(owner, options, self.hyper)
+            for key, parameter in zip(saved_group["params"], group["params"], strict=True):
+                if key in state_dict["state"]:
+                    parts = self._storage(options, parameter).parts(tuple(parameter.shape))
+                    checkpoint.check_state(owner, str(key), state_dict["state"][key], parts)
+        ids = [key for group in saved for key in group["params"]]
+        hook = self.register_load_state_dict_pre_hook(lambda _, state_dict: checkpoint.wrapped(state_dict, ids))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "eager": self.eager}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for parameter, value in state["state"].items():
+            if isinstance(value, checkpoint.Opaque):
+                state["state"][parameter] = checkpoint.copied(value.state, parameter.device)
+        super().__setstate__(state)

@@ -1,0 +1,115 @@
+"""What a parameter group may say, checked once at the border: one clear sentence for each mistake."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashopt_compile.storage import PARAMETER_DTYPES, TAILS
+
+# How weights and states are kept and stepped, whatever the rule; each may be set per parameter group.
+STORAGE_OPTIONS: dict[str, Any] = {
+    "maximize": False,
+    "master_weight_bits": 24,
+    "quantize": True,
+    "rounding": "dither",
+    "decouple_lr": False,
+    "check_numerics": False,
+    "skip_nonfinite": False,
+}
+# Arguments of torch.optim that choose among its implementations; ours is always fused and never differentiable.
+TORCH_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "foreach": (None, False, True),
+    "fused": (None, False, True),
+    "capturable": (False,),
+    "differentiable": (False,),
+    "amsgrad": (False,),
+    "decoupled_weight_decay": (False,),  # of Adam: that is FlashAdamW
+}
+
+
+def _at_least_zero(value: Any) -> bool:
+    return _is_number(value) and 0 <= value < math.inf
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex() and not bool(value.isnan())
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def _are_betas(value: Any) -> bool:
+    return (
+        isinstance(value, tuple | list) and len(value) > 0 and all(_is_number(beta) and 0 <= beta < 1 for beta in value)
+    )
+
+
+CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "lr": (_at_least_zero, "a number of at least 0, or a tensor of one"),
+    "eps": (_at_least_zero, "a number of at least 0"),
+    "weight_decay": (_at_least_zero, "a number of at least 0"),
+    "momentum": (_at_least_zero, "a number of at least 0"),
+    "dampening": (_is_number, "a number"),
+    "betas": (_are_betas, "numbers in [0, 1)"),
+    "nesterov": (lambda value: isinstance(value, bool), "True or False"),
+    "maximize": (lambda value: isinstance(value, bool), "True or False"),
+    "quantize": (lambda value: isinstance(value, bool), "True or False"),
+    "decouple_lr": (lambda value: isinstance(value, bool), "True or False"),
+    "check_numerics": (lambda value: isinstance(value, bool), "True or False"),
+    "skip_nonfinite": (lambda value: isinstance(value, bool), "True or False"),
+    "master_weight_bits": (lambda value: value in (None, *TAILS), "24, 32 or None"),
+    "rounding": (lambda value: value in ("dither", "nearest"), "'dither' or 'nearest'"),
+}
+
+
+def check_options(owner: str, options: Mapping[str, Any], hyper: Mapping[str, Any]) -> None:
+    """Raise ValueError for the first option whose value is not allowed; `hyper` has the rule's defaults."""
+    for name, value in options.items():
+        if name in CHECKS:
+            allowed, description = CHECKS[name]
+            if not allowed(value):
+                raise ValueError(f"{owner}: {name} is {value!r}; allowed is {description}.")
+    for name, default in hyper.items():
+        if isinstance(default, tuple) and len(options[name]) != len(default):
+            raise ValueError(f"{owner}: {name} is {options[name]!r}; allowed are {len(default)} numbers.")
+    if options.get("nesterov") and (not options.get("momentum") or options.get("dampening")):
+        raise ValueError(
+            f"{owner}: nesterov is True with momentum {options.get('momentum')!r} and dampening "
+            f"{options.get('dampening')!r}; it needs a momentum above 0 and no dampening."
+        )
+
+
+def check_torch_options(owner: str, options: dict[str, Any]) -> dict[str, Any]:
+    """`options` without those that only choose among torch.optim's implementations, refusing what we lack."""
+    for name, allowed in TORCH_OPTIONS.items():
+        if name in options and options[name] not in allowed:
+            values = " or ".join(repr(value) for value in allowed)
+            raise ValueError(f"{owner}: {name} is {options[name]!r}; supported is {values}.")
+    return {name: value for name, value in options.items() if name not in TORCH_OPTIONS}
+
+
+def check_parameter(owner: str, name: str, parameter: Any) -> None:
+    """Raise TypeError or ValueError if `parameter` is not one we can store."""
+    if not isinstance(parameter, Tensor):
+        raise TypeError(f"{owner}: parameter {name} is a {type(parameter).__name__}; allowed are tensors.")
+    if parameter.layout != torch.strided:
+        raise TypeError(f"{owner}: parameter {name} has layout {parameter.layout}; allowed is torch.strided.")
+    if parameter.dtype not in PARAMETER_DTYPES:
+        allowed = ", ".join(str(dtype) for dtype in PARAMETER_DTYPES)
+        raise TypeError(f"{owner}: parameter {name} has dtype {parameter.dtype}; allowed are {allowed}.")
+
+
+def check_gradient(owner: str, name: str, parameter: Tensor, grad: Tensor) -> None:
+    """Raise TypeError or ValueError if `grad` cannot step `parameter`."""
+    if grad.layout != torch.strided:
+        raise TypeError(f"{owner}: the gradient of {name} has layout {grad.layout}; allowed is torch.strided.")
+    if grad.dtype not in PARAMETER_DTYPES:
+        allowed = ", ".join(str(dtype) for dtype in PARAMETER_DTYPES)
+        raise TypeError(f"{owner}: the gradient of {name} has dtype {grad.dtype}; allowed are {allowed}.")
+    if grad.shape != parameter.shape or grad.device != parameter.device:
+        raise ValueError(
+            f"{owner}: the gradient of {name} has shape {tuple(grad.shape)} on {grad.device}; "
+            f"it must match the parameter's {tuple(parameter.shape)} on {parameter.device}."
+        )

@@ -1,0 +1,103 @@
+"""What an optimizer computes: a pure fp32 function of weight, gradient, states and time, and how states are kept.
+
+A rule knows nothing of bytes, groups, devices, shards or compilers; everything else is derived from it.
+"""
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quant.dither import STREAMS
+from quant.format import Format
+from quant.grouped import Grouped
+
+
+class Moved(NamedTuple):
+    """The sum w + by, left unevaluated for the storage to round once, to its own grid instead of fp32's."""
+
+    w: Tensor
+    by: Tensor
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One optimizer's mathematics: `function(w, g, *states, t, **hyper)` → (new w, *new states)."""
+
+    name: str
+    function: Callable[..., tuple[Any, ...]]
+    states: tuple[tuple[str, Format], ...]
+    hyper: tuple[tuple[str, Any], ...]
+
+    def __call__(self, w: Tensor, g: Tensor, *rest: Tensor, **hyper: Any) -> tuple[Any, ...]:
+        return self.function(w, g, *rest, **hyper)
+
+
+def rule(**states: Format) -> Callable[[Callable[..., tuple[Any, ...]]], Rule]:
+    """Make a `Rule` of a function, naming how each of its states is stored.
+
+    The function takes `w, g`, the states in the order named here, and `t` (the step, from 1), all 0-dim or
+    of the same shape, then its hyper-parameters as keywords with defaults; numbers arrive as 0-dim tensors,
+    so that changing them never recompiles. It returns the new `w` (or `Moved(w, by)`, which keeps updates
+    that fp32 would round away) and the new states.
+
+    >>> from quant import Raw
+    >>> @rule(m=Raw())
+    ... def heavy_ball(w, g, m, t, *, lr=1e-3, momentum=0.9):
+    ...     m = momentum * m + g
+    ...     return w - lr * m, m
+    >>> heavy_ball.hyper
+    (('lr', 0.001), ('momentum', 0.9))
+    """
+
+    def make(function: Callable[..., tuple[Any, ...]]) -> Rule:
+        name = getattr(function, "__name__", "rule")
+        parameters = inspect.signature(function).parameters.values()
+        positional = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+        keywords = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+        expected = ["w", "g", *states, "t"]
+        if positional != expected:
+            raise TypeError(f"rule {name!r} takes ({', '.join(positional)}); it must take ({', '.join(expected)}).")
+        required = [key for key, default in keywords.items() if default is inspect.Parameter.empty]
+        if required or "lr" not in keywords:
+            lacking = ", ".join(required) or "lr"
+            raise TypeError(
+                f"rule {name!r} needs a keyword with a default for each hyper-parameter: {lacking} lacks it."
+            )
+        if len(states) >= len(STREAMS):
+            raise TypeError(f"rule {name!r} has {len(states)} states; allowed are at most {len(STREAMS) - 1}.")
+        sizes = {format.group_size for format in states.values() if isinstance(format, Grouped)}
+        if len(sizes) > 1:
+            raise TypeError(f"rule {name!r} has states in groups of {sorted(sizes)}; all must be of one size.")
+        return Rule(name, function, tuple(states.items()), tuple(keywords.items()))
+
+    return make
+
+
+def unbias(average: Tensor, beta: Tensor, t: Tensor) -> Tensor:
+    """An exponential average started at zero, divided by the weight 1 − β^t it has gathered by step t."""
+    return average * torch.ops.flashopt_compile.unbias_factor(beta, t)
+
+
+# 1/(1 − β^t) of two 0-dim tensors, by −expm1(t·log β) in double precision: 1 − β**t in fp32 is off by 2e-5. As
+# an operator of its own it is computed once a step, the same in eager as compiled; written out in the rule,
+# Inductor would take the logarithm once per element.
+_LIBRARY = torch.library.Library("flashopt_compile", "DEF")
+_LIBRARY.define("unbias_factor(Tensor beta, Tensor t) -> Tensor")
+
+
+def _unbias_factor(beta: Tensor, t: Tensor) -> Tensor:
+    b = beta.item()
+    return torch.tensor(-1 / math.expm1(t.item() * math.log(b)) if b else 1.0, dtype=torch.float32, device=t.device)
+
+
+def _unbias_factor_shape(beta: Tensor, t: Tensor) -> Tensor:
+    return torch.empty_like(t, dtype=torch.float32)
+
+
+_LIBRARY.impl("unbias_factor", _unbias_factor, "CompositeExplicitAutograd")
+torch.library.register_fake("flashopt_compile::unbias_factor", _unbias_factor_shape)

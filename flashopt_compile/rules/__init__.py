@@ -1,0 +1,1 @@
+"""The rules that ship with the library, one small file each."""

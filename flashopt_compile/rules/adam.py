@@ -1,0 +1,14 @@
+"""Adam (Kingma & Ba, 2015), its weight decay an L2 penalty on the gradient."""
+
+from flashopt_compile.rule import Moved, rule, unbias
+from quant.grouped import ROOT8, SIGNED8
+from quant.ulp import sqrt
+
+
+@rule(m=SIGNED8, v=ROOT8)
+def adam(w, g, m, v, t, *, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0):
+    b1, b2 = betas
+    g = g + weight_decay * w
+    m = m + (1 - b1) * (g - m)
+    v = v + (1 - b2) * (g * g - v)
+    return Moved(w, -lr * unbias(m, b1, t) / (sqrt(unbias(v, b2, t)) + eps)), m, v

@@ -1,0 +1,44 @@
+"""SGD, plain, with momentum and with Nesterov's; weight decay as an L2 penalty (sgd) or decoupled (sgdw).
+
+Without momentum the two are the same.
+"""
+
+import torch
+
+from flashopt_compile.rule import Moved, rule
+from quant.grouped import SIGNED8
+
+
+def gather(m, g, t, momentum, dampening):
+    """The momentum buffer after gradient g, which fills it undamped on the first step, as in torch.optim."""
+    return torch.where(t == 1, g, momentum * m + (1 - dampening) * g)
+
+
+@rule()
+def sgd(w, g, t, *, lr=1e-3, weight_decay=0.0):
+    return (Moved(w, -lr * (g + weight_decay * w)),)
+
+
+@rule(m=SIGNED8)
+def sgd_momentum(w, g, m, t, *, lr=1e-3, momentum=0.0, dampening=0.0, weight_decay=0.0):
+    m = gather(m, g + weight_decay * w, t, momentum, dampening)
+    return Moved(w, -lr * m), m
+
+
+@rule(m=SIGNED8)
+def sgd_nesterov(w, g, m, t, *, lr=1e-3, momentum=0.0, weight_decay=0.0):
+    g = g + weight_decay * w
+    m = gather(m, g, t, momentum, 0.0)
+    return Moved(w, -lr * (g + momentum * m)), m
+
+
+@rule(m=SIGNED8)
+def sgdw_momentum(w, g, m, t, *, lr=1e-3, momentum=0.0, dampening=0.0, weight_decay=0.0):
+    m = gather(m, g, t, momentum, dampening)
+    return Moved(w, -lr * (m + weight_decay * w)), m
+
+
+@rule(m=SIGNED8)
+def sgdw_nesterov(w, g, m, t, *, lr=1e-3, momentum=0.0, weight_decay=0.0):
+    m = gather(m, g, t, momentum, 0.0)
+    return Moved(w, -lr * (g + momentum * m + weight_decay * w)), m

@@ -1,0 +1,107 @@
+"""Which format each state of a parameter gets, by its global shape alone, and the blocks a step works on."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from flashopt_compile.rule import Rule
+from quant.format import Format, Part, Raw, WeightFormat
+from quant.grouped import Grouped, Rows
+from quant.split import Rounded, Split
+
+# Biases, norms and small tensors keep fp32 states: next to nothing in bytes, and their statistics vary most.
+LEAST_COLUMNS = 8
+LEAST_ELEMENTS = 1024
+# Elements worked on at once: enough to hide the cost of a call, few enough to bound what it allocates.
+CHUNK_ELEMENTS = 1 << 19
+
+TAILS = {24: torch.int8, 32: torch.int16}
+PARAMETER_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How one parameter's weight and states are stored; the same for every parameter of like kind."""
+
+    weight: WeightFormat
+    states: tuple[tuple[str, Format], ...]
+
+    def parts(self, shape: tuple[int, ...]) -> dict[str, Part]:
+        """What is stored beside the parameter itself, by key: `tail`, and `m.codes`, `m.scales` or `m`."""
+        parts = {name: self.weight.parts(shape)[name] for name in self.weight.names[1:]}
+        for state, format in self.states:
+            for name, part in format.parts(shape).items():
+                parts[state if isinstance(format, Raw) else f"{state}.{name}"] = part
+        return parts
+
+    @property
+    def grouped(self) -> Grouped | None:
+        return next((format for _, format in self.states if isinstance(format, Grouped)), None)
+
+    def blocks(self, shape: tuple[int, ...], tensors: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
+        """Views of `tensors` (head, gradient, then those of `parts`; all contiguous) small enough for one call.
+
+        Each comes with the position of its first element. Where states are grouped, the last dim is one group.
+        """
+        if self.grouped is None:
+            starts, views = [0], [[tensor.view(-1) for tensor in tensors]]
+        else:
+            rows = self.grouped.rows(shape)
+            scales = [False, False, *(key.endswith(".scales") for key in self.parts(shape))]
+            split = [
+                rows.scale_blocks(tensor) if is_scale else rows.blocks(tensor)
+                for tensor, is_scale in zip(tensors, scales, strict=True)
+            ]
+            starts, views = rows.starts, [list(block) for block in zip(*split, strict=True)]
+        for start, block in zip(starts, views, strict=True):
+            yield from _pieces(start, block)
+
+
+def _pieces(start: int, block: list[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
+    """`block` cut along its leading dims into pieces of at most CHUNK_ELEMENTS, with their positions."""
+    head = block[0]
+    # Under a caller's torch.compile there is one graph: pieces would only make it larger.
+    if head.numel() <= CHUNK_ELEMENTS or torch.compiler.is_compiling():
+        if head.numel():
+            yield start, block
+        return
+    dim = next(dim for dim, size in enumerate(head.shape) if size > 1)
+    length = max(1, CHUNK_ELEMENTS * head.shape[dim] // head.numel())
+    pieces = zip(*(tensor.split(length, dim) for tensor in block), strict=True)
+    for number, piece in enumerate(pieces):
+        yield from _pieces(start + number * length * head.stride(dim), list(piece))
+
+
+def storage_of(
+    rule: Rule, dtype: torch.dtype, shape: tuple[int, ...], master_weight_bits: int | None, quantize: bool
+) -> Storage:
+    """The storage of a parameter of global `shape`; never of its shard, or numerics would change with world size."""
+    make = _storage_of if torch.compiler.is_compiling() else _cached_storage_of  # Dynamo warns of caches
+    return make(rule, dtype, shape, master_weight_bits, quantize)
+
+
+def _storage_of(
+    rule: Rule, dtype: torch.dtype, shape: tuple[int, ...], master_weight_bits: int | None, quantize: bool
+) -> Storage:
+    if dtype == torch.float32:
+        weight: WeightFormat = Raw()
+    elif master_weight_bits is None:
+        weight = Rounded(dtype)
+    else:
+        weight = Split(dtype, TAILS[master_weight_bits])
+
+    def kept(format: Format) -> Format:
+        if not isinstance(format, Grouped):
+            return format
+        columns = Rows(shape, format.group_size).columns
+        small = len(shape) < 2 or columns < LEAST_COLUMNS or math.prod(shape) < LEAST_ELEMENTS
+        return Raw() if small or not quantize else format
+
+    return Storage(weight, tuple((name, kept(format)) for name, format in rule.states))
+
+
+_cached_storage_of = cache(_storage_of)
