@@ -1,6 +1,8 @@
 # Everything runs in .venv; a stamp per extra inside it makes repeated installs free.
 PYTHON ?= python3
 BIN := .venv/bin
+# Threads that spin while they wait take the cores from those that work, on a busy machine by far the most of them.
+export OMP_WAIT_POLICY ?= passive
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 
 .PHONY: help demo test lint proof bench clean

@@ -1,0 +1,1 @@
+"""Measurements and proofs behind the figures of the documentation."""

@@ -1,0 +1,24 @@
+"""The machine and the versions a measurement was made with, as every bench prints first."""
+
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+
+def processor() -> str:
+    """The processor's name, from Linux's own list where there is one."""
+    listed = Path("/proc/cpuinfo")
+    if listed.exists():
+        for line in listed.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def describe_machine() -> str:
+    return (
+        f"{processor()}, {os.cpu_count()} cores ({torch.backends.cpu.get_cpu_capability()}), "
+        f"{platform.system()}; Python {platform.python_version()}, torch {torch.__version__}"
+    )

@@ -1,0 +1,182 @@
+"""A small byte-level transformer, and the Python standard library's source to train it on.
+
+Everything follows from a seed: the weights at the start, the order of the files, the batches. Two optimizers
+given the same seed see the same numbers.
+"""
+
+import math
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+HELD_OUT_EVERY = 20  # of the files, one is kept for the held-out loss
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The model's size; 0.85 million parameters, all rows whole groups of 32."""
+
+    width: int = 128
+    layers: int = 4
+    heads: int = 4
+    context: int = 64
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to train: the peak of the learning rate is reached after `warmup` steps and falls to a tenth."""
+
+    steps: int = 300
+    batch: int = 16
+    lr: float = 4e-3
+    warmup: int = 30
+    shape: Shape = field(default_factory=Shape)
+
+    def lr_factor(self, step: int) -> float:
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        progress = (step - self.warmup) / max(1, self.steps - self.warmup)
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Queries or keys turned by their position, the k-th pair of features by 1000^(−k/pairs) per step."""
+    context, pairs = x.shape[-2], x.shape[-1] // 2
+    turns = 1000.0 ** (-torch.arange(pairs, device=x.device) / pairs)
+    angles = torch.arange(context, device=x.device)[:, None] * turns
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+class Block(nn.Module):
+    """Causal attention and a two-layer perceptron, each on a normalized residual stream."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        width = shape.width
+        self.heads = shape.heads
+        self.norm_attention, self.norm_perceptron = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.mix = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(self.norm_attention(x))
+        return x + self.down(F.gelu(self.up(self.norm_perceptron(x))))
+
+    def attend(self, x: Tensor) -> Tensor:
+        batch, context, width = x.shape
+        q, k, v = self.qkv(x).view(batch, context, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
+        return self.mix(mixed.transpose(1, 2).reshape(batch, context, width))
+
+
+class ByteTransformer(nn.Module):
+    """Bytes in, logits of the next byte out."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(256, shape.width)
+        self.blocks = nn.Sequential(*(Block(shape) for _ in range(shape.layers)))
+        self.norm, self.head = nn.LayerNorm(shape.width), nn.Linear(shape.width, 256, bias=False)
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:
+                branches = 2 * shape.layers if name.endswith(("mix.weight", "down.weight")) else 1
+                nn.init.normal_(weight, std=(weight.shape[1] * branches) ** -0.5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.bytes(tokens))))
+
+
+def new_model(shape: Shape, seed: int) -> ByteTransformer:
+    """An fp32 model whose weights depend on `seed` alone."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return ByteTransformer(shape)
+
+
+@dataclass(frozen=True)
+class Text:
+    """Bytes to train on, and those of other files to measure on."""
+
+    training: Tensor
+    held_out: Tensor
+
+
+@cache
+def standard_library() -> Text:
+    """The source of this Python's standard library without its tests, file by file in order of path."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = sorted(path.relative_to(root) for path in root.rglob("*.py"))
+    paths = [root / path for path in paths if not SKIPPED_FOLDERS & set(path.parts)]
+    if len(paths) < 2 * HELD_OUT_EVERY:
+        raise FileNotFoundError(f"{root} holds {len(paths)} .py files; at least {2 * HELD_OUT_EVERY} are needed.")
+
+    def joined(chosen: list[Path]) -> Tensor:
+        return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in chosen)), dtype=torch.uint8)
+
+    kept = [path for number, path in enumerate(paths) if number % HELD_OUT_EVERY]
+    return Text(joined(kept), joined(paths[::HELD_OUT_EVERY]))
+
+
+def batches(text: Tensor, plan: Plan, count: int, seed: int) -> Iterator[Tensor]:
+    """`count` batches of windows of `text`, each one byte longer than the context."""
+    random = torch.Generator().manual_seed(seed)
+    window = torch.arange(plan.shape.context + 1)
+    for _ in range(count):
+        starts = torch.randint(len(text) - len(window), (plan.batch, 1), generator=random)
+        yield text[starts + window].long()
+
+
+def multiplies_bf16() -> bool:
+    """Whether bf16 matrices multiply as fast as fp32 ones; without AVX-512 they take eight times longer."""
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    """The mean cross-entropy of each next byte, in nats.
+
+    Computed in the dtype of the weights or, where `multiplies_bf16` is false, in fp32 copies of them.
+    """
+    weights = {} if multiplies_bf16() else {name: weight.float() for name, weight in model.named_parameters()}
+    logits = functional_call(model, weights, (batch[:, :-1],))
+    return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module, plan: Plan, count: int = 40) -> float:
+    """The mean loss over `count` batches of the held-out files, always the same."""
+    chosen = batches(standard_library().held_out, plan, count, seed=0)
+    return fmean(loss_of(model, batch).item() for batch in chosen)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One step of training: its loss, and the seconds `optimizer.step()` took."""
+
+    loss: float
+    optimizer_seconds: float
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, seed: int) -> Iterator[Progress]:
+    """Train `model` in place, step by step; the last step's gradients are left in it."""
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, plan.lr_factor)
+    for batch in batches(standard_library().training, plan, plan.steps, seed):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        begin = time.perf_counter()
+        optimizer.step()
+        seconds = time.perf_counter() - begin
+        schedule.step()
+        yield Progress(loss.item(), seconds)
