@@ -1,0 +1,5 @@
+"""python -m bench: what `make bench` runs."""
+
+from bench import formats
+
+formats.main()
