@@ -35,27 +35,27 @@ class Health:
 
 
 def health(parameters: Iterator[tuple[Step, list[Tensor], Tensor, Numbers]]) -> Health:
-    """The health of a group's parameters, each given as its step takes it; none of them empty."""
+    """The health of a group's parameters, each given as its step takes it."""
     counted = dict.fromkeys(("saturated", "zeroed", "stalled", "nonfinite"), 0)
     codes_seen = weights_seen = values_seen = 0
     for step, tensors, t, hyper in parameters:
         counted["nonfinite"] += nonfinite(step, tensors)
         values_seen += tensors[0].numel() * (1 + len(step.storage.states))
-        block = sampled(step, tensors)
-        head, _, *stored = block
-        beside = len(step.storage.weight.names) - 1
-        weight_parts, stored = (head, *stored[:beside]), stored[beside:]
-        for _, format in step.storage.states:
-            parts, stored = stored[: len(format.names)], stored[len(format.names) :]
-            if isinstance(format, Grouped):
-                codes, scales = parts
-                codes_seen += codes.numel()
-                counted["saturated"] += int((codes.to(torch.int16).abs() == format.levels).sum())
-                counted["zeroed"] += int(((codes == 0) & (scales > 0)).sum())
-        _, by = step.compute(block, t + 1, wrapped_int32(0), hyper)
-        half_code = step.storage.weight.resolution(*weight_parts) / 2
-        weights_seen += head.numel()
-        counted["stalled"] += int(((by != 0) & (by.abs() < half_code)).sum())
+        for block in sampled(step, tensors):
+            head, _, *stored = block
+            beside = len(step.storage.weight.names) - 1
+            weight_parts, stored = (head, *stored[:beside]), stored[beside:]
+            for _, format in step.storage.states:
+                parts, stored = stored[: len(format.names)], stored[len(format.names) :]
+                if isinstance(format, Grouped):
+                    codes, scales = parts
+                    codes_seen += codes.numel()
+                    counted["saturated"] += int((codes.to(torch.int16).abs() == format.levels).sum())
+                    counted["zeroed"] += int(((codes == 0) & (scales > 0)).sum())
+            _, by = step.compute(block, t + 1, wrapped_int32(0), hyper)
+            half_code = step.storage.weight.resolution(*weight_parts) / 2
+            weights_seen += head.numel()
+            counted["stalled"] += int(((by != 0) & (by.abs() < half_code)).sum())
     return Health(
         saturated=counted["saturated"] / max(1, codes_seen),
         zeroed=counted["zeroed"] / max(1, codes_seen),
@@ -80,11 +80,14 @@ def nonfinite(step: Step, tensors: Sequence[Tensor]) -> int:
     return count
 
 
-def sampled(step: Step, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of evenly spaced rows of a parameter's first block."""
-    _, block = next(step.storage.blocks(tuple(tensors[0].shape), [tensor.contiguous() for tensor in tensors]))
-    every = max(1, block[0].numel() // SAMPLE_ELEMENTS)
-    return [tensor[::every].clone() for tensor in block]
+def sampled(step: Step, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Copies of evenly spaced groups from all over a parameter; the short ones that end rows are a block apart."""
+    every = tensors[0].numel() // SAMPLE_ELEMENTS | 1  # odd, lest it keep pace with the columns
+    kinds: dict[tuple[int, int], list[list[Tensor]]] = {}
+    for _, block in step.storage.blocks(tuple(tensors[0].shape), [tensor.contiguous() for tensor in tensors]):
+        groups = [tensor.flatten(0, -2)[::every] if tensor.dim() == 3 else tensor[::every] for tensor in block]
+        kinds.setdefault((block[0].dim(), block[0].shape[-1] if block[0].dim() > 1 else 1), []).append(groups)
+    return [[torch.cat(pieces) for pieces in zip(*blocks, strict=True)] for blocks in kinds.values()]
 
 
 def check_numerics(name: str, step: Step, tensors: Sequence[Tensor], t: Tensor, hyper: Numbers) -> None:

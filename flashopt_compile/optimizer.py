@@ -159,8 +159,7 @@ class FlashOptimizer(torch.optim.Optimizer):
             if owner is group and state:
                 step = self._step_of(group, parameter)
                 grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                if parameter.numel():
-                    yield step, self._tensors(step.storage, parameter, grad, state), state["step"], numbers
+                yield step, self._tensors(step.storage, parameter, grad, state), state["step"], numbers
 
     def _work(self, make: bool = True) -> Iterator[tuple[Group, str, Tensor, dict[str, Any]]]:
         """Every parameter to be trained, with its group, name and state, made if need be."""

@@ -6,6 +6,7 @@ come its inverse ψ, the torch functions of both, and (in `quant.bounds`) the wo
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 
 import sympy
 import torch
@@ -59,8 +60,10 @@ class Compander:
             functions = {levels: (self._compressor(levels), self._expander(levels)) for levels in LEVELS}
         except (NameError, TypeError, NotImplementedError) as error:
             raise self._fails("uses a function that torch does not have") from error
-        object.__setattr__(self, "_functions", functions)
-        object.__setattr__(self, "_largest_scales", {levels: self._find_largest_scale(levels) for levels in LEVELS})
+        largest = {levels: self._find_largest_scale(levels, *pair) for levels, pair in functions.items()}
+        held = {levels: (compress, self._held(expand)) for levels, (compress, expand) in functions.items()}
+        object.__setattr__(self, "_functions", held)
+        object.__setattr__(self, "_largest_scales", largest)
 
     def __reduce__(self) -> tuple[type, tuple[str, sympy.Expr]]:
         return Compander, (self.name, self.expression)
@@ -102,22 +105,34 @@ class Compander:
     def _compressor(self, levels: int) -> TorchFunction:
         phi = levels * sympy.simplify(self.expression.subs(X, VALUE))
         merged = _torch_function(phi.subs(VALUE, VALUE / SCALE), self.odd)
-        if all(_compresses(merged, scale) for scale in _ORDINARY_SCALES):
+        exponents = [sympy.fraction(power.exp) for power in phi.atoms(sympy.Pow)]
+        exact_roots = all(below.is_Integer and int(below).bit_count() == 1 for _, below in exponents)
+        if exact_roots and all(_compresses(merged, scale) for scale in _ORDINARY_SCALES):
             return merged
-        of_ratio = _torch_function(phi, self.odd)  # a power of the scale would overflow: divide first
+        of_ratio = _torch_function(phi, self.odd)  # powers of scale and value would overflow, or round badly
         return lambda value, scale: of_ratio(value / scale, scale)
 
     def _expander(self, levels: int) -> TorchFunction:
         merged = _torch_function(SCALE * self.inverse.subs(Y, VALUE / levels), self.odd)
-        if sympy.fraction(self.inverse)[1].has(Y) and all(_expands(merged, levels, scale) for scale in _ORDINARY_SCALES):
+        if sympy.fraction(self.inverse)[1].has(Y) and all(
+            _expands(merged, levels, scale) for scale in _ORDINARY_SCALES
+        ):
             return merged
         # Without a denominator to absorb it, levels goes to the codes: levels^-4 would underflow the scale.
         return _torch_function(SCALE * self.inverse.subs(Y, VALUE), self.odd, unit=1 / levels)
 
-    def _find_largest_scale(self, levels: int) -> float:
-        compress, expand = self._functions[levels]
-        scales = ((2 - 2.0**-7) * 2.0**exponent for exponent in range(127, 0, -1))  # the largest bf16 of each binade
-        return next(scale for scale in scales if _compresses(compress, scale) and _expands(expand, levels, scale))
+    def _held(self, expand: TorchFunction) -> TorchFunction:
+        """`expand`, never beyond the scale: stored again, such a group would take the next larger scale each time."""
+        if self.inverse.is_rational_function(Y):  # then ψ(1) is 1 to the bit
+            return expand
+        return lambda codes, scale: torch.minimum(torch.maximum(expand(codes, scale), -scale), scale)
+
+    def _find_largest_scale(self, levels: int, compress: TorchFunction, expand: TorchFunction) -> float:
+        for exponent in range(127, 0, -1):
+            scale = (2 - 2.0**-7) * 2.0**exponent  # the largest bf16 of the binade
+            if _compresses(compress, scale) and _expands(expand, levels, scale):
+                return scale
+        raise self._fails("cannot be computed in fp32")
 
 
 _ORDINARY_SCALES = (2.0**-118, 2.0**100)
@@ -127,12 +142,12 @@ _SHARES = torch.arange(1, 9, dtype=torch.float32, device="cpu") / 8
 def _compresses(function: TorchFunction, scale: float) -> bool:
     """Whether `function` is a function of the ratio at this scale too: nothing overflows or vanishes on the way."""
     one, scale_tensor = torch.ones_like(_SHARES), torch.full_like(_SHARES, scale)
-    return torch.allclose(function(_SHARES * scale, scale_tensor), function(_SHARES, one), rtol=1e-4)
+    return torch.allclose(function(_SHARES * scale, scale_tensor), function(_SHARES, one), rtol=1e-6)
 
 
 def _expands(function: TorchFunction, levels: int, scale: float) -> bool:
     one, scale_tensor = torch.ones_like(_SHARES), torch.full_like(_SHARES, scale)
-    return torch.allclose(function(_SHARES * levels, scale_tensor) / scale, function(_SHARES * levels, one), rtol=1e-4)
+    return torch.allclose(function(_SHARES * levels, scale_tensor) / scale, function(_SHARES * levels, one), rtol=1e-6)
 
 
 def _torch_function(expression: sympy.Expr, odd: bool, unit: float = 1.0) -> TorchFunction:
@@ -183,6 +198,7 @@ class _TorchPrinter(PythonCodePrinter):
         return f"(({base}) ** {self._print(exponent)})"
 
 
+@cache
 def root(degree: int) -> Compander:
     """x^(1/degree), for variances: the higher the degree, the further below its neighbours a value may lie."""
     return Compander(
@@ -191,11 +207,13 @@ def root(degree: int) -> Compander:
     )
 
 
+@cache
 def rational(k: int | sympy.Rational) -> Compander:
     """(1+k)·x / (1+k·|x|): linear at k = 0, softsign at k = 1, finer about zero as k grows."""
     return Compander(f"rational k={k}", (1 + k) * X / (1 + k * sympy.Abs(X)))
 
 
+@cache
 def mu_law(mu: int = 255) -> Compander:
     """sign(x)·log(1+μ|x|)/log(1+μ): nearly the same relative error at every magnitude above 1/μ."""
     return Compander(f"mu-law {mu}", sympy.sign(X) * sympy.log(1 + mu * sympy.Abs(X)) / sympy.log(1 + mu))

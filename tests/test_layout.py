@@ -12,8 +12,8 @@ ROOT = Path(__file__).parent.parent
 ORDER: dict[str, list[str]] = {
     "quant": ["ulp", "format", "split", "dither", "compand", "grouped", "bounds"],
     "flashopt_compile": [
-        *("rule", "rules", "storage", "step", "compiled", "sharding", "checkpoint", "plan", "numerics"),
-        *("optimizer", "release", "cast", "kernels", "cli"),
+        *("rule", "rules", "storage", "step", "compiled", "options", "checkpoint", "numerics"),
+        *("optimizer", "optimizers"),
     ],
 }
 LINE_LIMIT = 350

@@ -1,0 +1,150 @@
+"""How often we compile: one graph for each step, whatever the numbers, the sizes and the schedules."""
+
+from collections.abc import Iterator
+from itertools import cycle, islice
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch.optim.lr_scheduler import OneCycleLR
+from training import assert_identical, give_gradients, parameters, stored, train
+
+from flashopt_compile import FlashAdamW, FlashOptimizer, FlashSGD, rule
+from flashopt_compile.compiled import compiled
+
+BF16 = torch.bfloat16
+# 15 shapes of whole groups, 40 tensors, among them one of a single group's height and ones of three and four dims.
+ALIGNED_SHAPES = [
+    *[(32, 32), (64, 32), (32, 64), (48, 96), (1, 1024), (1024, 32), (20, 128), (33, 160), (7, 320), (130, 32)],
+    *[(4, 8, 64), (3, 5, 2, 64), (16, 32, 2, 2), (12, 96), (40, 64)],
+]
+# Rows of one whole group and of more; short groups of one element and of more; rows without a whole group.
+RAGGED_SHAPES = [(64, 48), (64, 100), (40, 33), (45, 97), (100, 31), (64, 64), (16, 8, 3, 3), (9, 5, 70), (1, 1025)]
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.fixture
+def start_afresh() -> Iterator[None]:
+    """Forget what earlier tests compiled, so that every graph is counted."""
+    compiled.cache_clear()
+    yield
+    compiled.cache_clear()
+
+
+@pytest.fixture
+def dynamo_alone(monkeypatch: pytest.MonkeyPatch, start_afresh: None) -> None:
+    """Trace, guard and count graphs as ever, but run them without Inductor: the count costs seconds, not minutes."""
+    real = torch.compile
+
+    def traced(function: Any, fullgraph: bool, options: dict[str, Any]) -> Any:
+        return real(function, fullgraph=fullgraph, backend="eager")
+
+    monkeypatch.setattr(torch, "compile", traced)
+
+
+def test_one_graph_serves_a_model_under_every_schedule(start_afresh: None):
+    """15 shapes, 40 tensors, 200 steps of OneCycleLR with cycled momentum, and schedules of decay and eps."""
+    assert len(set(ALIGNED_SHAPES)) == 15
+    params = parameters(list(islice(cycle(ALIGNED_SHAPES), 40)))
+    optimizer = FlashAdamW(params, lr=1e-3)
+    scheduler = OneCycleLR(optimizer, 1e-2, total_steps=201, cycle_momentum=True)
+    give_gradients(params, 0)
+    before = graphs()
+    for step in range(200):
+        optimizer.step()
+        scheduler.step()
+        (group,) = optimizer.param_groups
+        group["weight_decay"] = 0.1 * (1 - step / 200)
+        group["eps"] = 1e-8 * (1 + step)
+    assert graphs() - before == 1
+
+
+def test_numbers_given_in_other_ways_make_no_new_graph(dynamo_alone: None):
+    params = parameters([(64, 64), (128, 64)])
+    optimizer = FlashAdamW(params, lr=1e-3)
+    train(optimizer, range(1))
+    before = graphs()
+    for lr in (0.0, 1, 1e-3, torch.tensor(1e-3), torch.tensor([1e-3]), torch.tensor(1e-3, dtype=torch.float64)):
+        optimizer.param_groups[0].update(lr=lr, betas=(0.5, 0.0), weight_decay=0, eps=0.0)
+        train(optimizer, range(1))
+    optimizer.param_groups[0]["betas"] = (torch.tensor(0.9), 0.999)
+    train(optimizer, range(1))
+    assert graphs() == before
+
+
+def test_a_new_optimizer_of_the_same_kind_makes_no_new_graph(dynamo_alone: None):
+    train(FlashAdamW(parameters([(64, 64)])), range(1))
+    before = graphs()
+    train(FlashAdamW(parameters([(96, 32), (32, 320)]), lr=0.5, weight_decay=0.0), range(2))
+    assert graphs() == before
+
+
+def test_biases_of_all_sizes_share_one_graph(dynamo_alone: None):
+    before = graphs()
+    train(FlashAdamW(parameters([(77,), (5,), (1,), (), (0,), (4096,), (31, 31), (2, 3, 4)])), range(2))
+    assert graphs() - before == 1
+
+
+def test_rows_that_end_in_short_groups_need_few_graphs(dynamo_alone: None):
+    """Dynamo tells sizes and offsets of one apart from others, so these need several graphs; then no more.
+
+    It gives up on a function at its eighth, which would be an error. Half of that must do for gradients of
+    one dtype: each kind of block has a function of its own.
+    """
+    before = graphs()
+    with torch._dynamo.config.patch(recompile_limit=4):  # pyright: ignore[reportAttributeAccessIssue]
+        train(FlashAdamW(parameters(RAGGED_SHAPES)), range(1))
+        assert graphs() - before <= 8
+        after = graphs()
+        others = [(rows + 7, columns + 64) for rows, columns, *_ in RAGGED_SHAPES if columns > 32]
+        train(FlashAdamW(parameters([*reversed(RAGGED_SHAPES), *others])), range(1))
+    assert graphs() == after
+
+
+def test_more_than_eight_steps_each_have_a_graph_of_their_own(start_afresh: None):
+    """Dynamo counts graphs by code object: were the steps to share one, the ninth would fail."""
+    before = graphs()
+    for number in range(10):
+
+        def scaled(w, g, t, *, lr=0.5, factor=number):
+            return (w - lr * factor * g,)
+
+        class Scaled(FlashOptimizer, rule=rule()(scaled)):
+            pass
+
+        (p,), (start,) = parameters([(64,)], torch.float32), parameters([(64,)], torch.float32)
+        train(Scaled([p]), range(2))
+        random = parameters([(64,)], torch.float32)
+        moved = torch.zeros(64)
+        for step in range(2):
+            give_gradients(random, step)
+            assert random[0].grad is not None
+            moved += 0.5 * number * random[0].grad
+        torch.testing.assert_close(p.detach(), start.detach() - moved)
+    assert graphs() - before == 10
+
+
+def test_a_users_own_compile_gives_the_same_bits():
+    """`torch.compile(opt.step, fullgraph=True)` with default options: none of ours is in force there."""
+    one, other = (FlashAdamW(parameters([(32, 64), (48,)]), lr=0.05) for _ in range(2))
+    step = torch.compile(one.step, fullgraph=True)
+    before = None
+    for number in range(3):
+        for optimizer in (one, other):
+            give_gradients(optimizer.param_groups[0]["params"], number)
+        step()
+        other.step()
+        assert_identical(stored(one), stored(other))
+        if number == 1:
+            before = graphs()
+    assert graphs() == before
+
+
+def test_eager_compiles_nothing():
+    before = graphs()
+    train(FlashSGD(parameters(), lr=0.123, momentum=0.9, maximize=True, eager=True), range(2))
+    assert graphs() == before

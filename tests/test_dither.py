@@ -1,0 +1,140 @@
+"""The counter-based uniform numbers: even, independent, and the same wherever and however they are drawn."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from strategies import COUNT, Compiled, bits_of, differences
+from torch import Tensor
+
+from quant.dither import STREAMS, element_index, mix, uniform
+from quant.grouped import Rows
+
+INDEX = torch.arange(2**18, dtype=torch.int32)
+STEPS = (0, 1, 2, 1000, 2**31 - 1)
+LAGS = (1, 2, 3, 4, 7, 8, 16, 31, 32, 33, 64, 128, 256, 768, 1024, 4096)
+STRAY = 5  # standard deviations
+
+
+def draw(step: int, stream: int = 0, index: Tensor = INDEX) -> np.ndarray:
+    return uniform(mix(index, torch.tensor(step, dtype=torch.int32)), stream).double().numpy()
+
+
+def excess(cells: np.ndarray, count: int) -> float:
+    """Chi-square of how evenly draws fall into `count` cells, in standard deviations from its mean."""
+    expected = len(cells) / count
+    statistic = ((np.bincount(cells, minlength=count) - expected) ** 2 / expected).sum()
+    return (statistic - (count - 1)) / math.sqrt(2 * (count - 1))
+
+
+def correlation(a: np.ndarray, b: np.ndarray) -> float:
+    """In standard deviations of what independent draws would show."""
+    return np.corrcoef(a, b)[0, 1] * math.sqrt(len(a))
+
+
+def joint_excess(a: np.ndarray, b: np.ndarray) -> float:
+    """Evenness over a 16 × 16 square: what is dependent without being correlated shows here."""
+    return excess((a * 16).astype(int) * 16 + (b * 16).astype(int), 256)
+
+
+def check_independent(a: np.ndarray, b: np.ndarray) -> None:
+    assert abs(correlation(a, b)) < STRAY
+    assert abs(joint_excess(a, b)) < STRAY
+
+
+@pytest.mark.parametrize("stream", range(len(STREAMS)))
+@pytest.mark.parametrize("step", STEPS)
+def test_draws_are_even(stream: int, step: int):
+    u = draw(step, stream)
+    assert u.min() >= 0 and u.max() < 1
+    assert np.array_equal(u * 2**24, np.floor(u * 2**24))
+    assert abs(excess((u * 256).astype(int), 256)) < STRAY
+    ranks = np.arange(1, len(u) + 1) / len(u)
+    assert np.abs(np.sort(u) - ranks).max() < 2.2 / math.sqrt(len(u))  # Kolmogorov–Smirnov, 1 in 10,000
+
+
+@pytest.mark.parametrize("share", [1e-2, 1e-3, 1e-4])
+def test_rare_draws_are_as_rare_as_they_should_be(share: float):
+    u = np.concatenate([draw(step) for step in range(8)])
+    for rare in ((u < share).sum(), (u >= 1 - share).sum()):
+        assert abs(rare - share * len(u)) < STRAY * math.sqrt(share * len(u))
+
+
+@pytest.mark.parametrize("element", [0, 1, 5, 2**20, -1])
+def test_draws_of_one_element_are_even_and_independent_over_steps(element: int):
+    steps = torch.arange(2**16, dtype=torch.int32)
+    u = uniform(mix(torch.tensor(element, dtype=torch.int32), steps), 0).double().numpy()
+    assert abs(excess((u * 256).astype(int), 256)) < STRAY
+    for lag in (1, 2, 3, 4, 8, 10, 100):
+        check_independent(u[:-lag], u[lag:])
+
+
+@pytest.mark.parametrize("a, b", list(itertools.combinations(range(len(STREAMS)), 2)))
+def test_streams_are_independent(a: int, b: int):
+    check_independent(draw(7, a), draw(7, b))
+
+
+@pytest.mark.parametrize("lag", LAGS)
+def test_neighbours_are_independent(lag: int):
+    u = draw(7)
+    check_independent(u[:-lag], u[lag:])
+
+
+@pytest.mark.parametrize("later", [1, 2, 3, 10, 100, 1000])
+def test_steps_are_independent(later: int):
+    check_independent(draw(7), draw(7 + later))
+
+
+def test_compiled_draws_equal_eager_ones():
+    def draws(index: Tensor, step: Tensor) -> tuple[Tensor, ...]:
+        bits = mix(index, step)
+        return bits, *(uniform(bits, stream) for stream in range(len(STREAMS)))
+
+    compiled = Compiled(draws)
+    for start, step in ((0, 0), (2**31 - COUNT // 2, 1), (-(2**31), 2**31 - 1)):
+        index = (torch.arange(COUNT) + start).to(torch.int32)
+        args = index, torch.tensor(step, dtype=torch.int32)
+        assert [differences(a, b) for a, b in zip(compiled(*args), draws(*args), strict=True)] == [0] * 7
+
+
+def test_draws_are_the_hash_written_down():
+    """Run again years later, a checkpoint must draw the same numbers: the hash, in Python's own integers."""
+    mask = 2**32 - 1
+    for index, step, stream in [(0, 0, 0), (1, 0, 0), (0, 1, 1), (123456789, 987654, 5), (2**31 + 7, 2**31 - 1, 3)]:
+        bits = (index * 2654435761 + step * 1013904223) & mask
+        bits = ((bits ^ (bits >> 16)) * 2146121005) & mask
+        bits ^= bits >> 15
+        odd = [2221713035, 747796405, 3266489909, 1540483477, 3432918353, 461845907][stream]
+        expected = ((bits * odd) & mask) >> 8
+        signed = torch.tensor(index, dtype=torch.int64).to(torch.int32)
+        u = uniform(mix(signed, torch.tensor(step, dtype=torch.int32)), stream)
+        assert u.item() == expected / 2**24
+
+
+SHAPES = [(64, 32), (6, 75), (5, 33), (4, 3, 50), (2, 3, 5, 7), (70,), (7,)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_element_index_is_the_position_in_the_contiguous_tensor(shape: tuple[int, ...]):
+    position = torch.arange(math.prod(shape), dtype=torch.int32).view(shape)
+    rows = Rows(shape, 32)
+    blocks = rows.blocks(position)
+    for block in blocks:
+        assert torch.equal(element_index(block, int(block.flatten()[0])), block)
+    assert sum(block.numel() for block in blocks) == position.numel()
+
+
+def test_element_index_of_a_strided_view():
+    position = torch.arange(4 * 6 * 10, dtype=torch.int32).view(4, 6, 10)
+    view = position[1:, ::2, 3:9]
+    assert torch.equal(element_index(view, int(view[0, 0, 0])), view)
+    assert torch.equal(element_index(position.transpose(0, 2), 0), position.transpose(0, 2))
+
+
+def test_element_index_wraps_at_32_bits():
+    for start in (2**31 - 2, torch.tensor(2**31 - 2, dtype=torch.int32)):
+        index = element_index(torch.zeros(4), start)
+        assert index.tolist() == [2**31 - 2, 2**31 - 1, -(2**31), -(2**31) + 1]
+        assert bits_of(index).dtype == torch.int32

@@ -1,0 +1,215 @@
+"""The generic step: the same bits however a parameter is cut up, in place, and in bounded memory."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from training import assert_identical, give_gradients, held, parameters, stored, train
+
+from flashopt_compile import SIGNED8, FlashAdamW, FlashOptimizer, FlashSGD, Moved, rule, step, storage
+from flashopt_compile.rules.adamw import adamw
+from flashopt_compile.step import Step, step_parameter, wrapped_int32
+from flashopt_compile.storage import storage_of
+from quant import Grouped
+from quant.dither import element_index
+
+SHAPES = [(96, 64), (64, 50), (50, 33), (40, 31), (16, 8, 3, 3), (6, 5, 70), (1, 2049), (77,)]
+HYPER = {
+    "lr": torch.tensor(0.01),
+    "betas": (torch.tensor(0.9), torch.tensor(0.99)),
+    "eps": torch.tensor(1e-8),
+    "weight_decay": torch.tensor(0.1),
+}
+
+
+def step_for(shape: tuple[int, ...], rounding: str = "dither") -> Step:
+    return Step(adamw, storage_of(adamw, torch.bfloat16, shape, 24, True), rounding, maximize=False)
+
+
+def fresh_tensors(one: Step, shape: tuple[int, ...]) -> list[Tensor]:
+    """Head, gradient and the rest of a parameter after one step, so that no state is zero."""
+    (head,) = parameters([shape])
+    give_gradients([head], 0)
+    assert head.grad is not None
+    rest = [torch.zeros(part.shape, dtype=part.dtype) for part in one.storage.parts(shape).values()]
+    tensors = [head.detach(), head.grad, *rest]
+    step_parameter(one, one, tensors, torch.tensor(1.0), HYPER)
+    return tensors
+
+
+@pytest.mark.parametrize("rounding", ["dither", "nearest"])
+@pytest.mark.parametrize("chunk", [32, 96, 1000])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_chunks_give_the_bits_of_the_whole(
+    shape: tuple[int, ...], chunk: int, rounding: str, monkeypatch: pytest.MonkeyPatch
+):
+    one = step_for(shape, rounding)
+    whole, cut = fresh_tensors(one, shape), fresh_tensors(one, shape)
+    step_parameter(one, one, whole, torch.tensor(2.0), HYPER)
+    calls = []
+    monkeypatch.setattr(storage, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(step, "CHUNK_ELEMENTS", chunk)
+    step_parameter(one, lambda *block: (calls.append(1), one(*block))[0], cut, torch.tensor(2.0), HYPER)
+    assert_identical(cut, whole)
+    assert len(calls) >= whole[0].numel() // chunk
+
+
+@pytest.mark.parametrize("cuts", [[0, 1], [0, 3, 4], [0, 0, 2]], ids=str)
+@pytest.mark.parametrize("shape", SHAPES[:-2], ids=str)
+def test_shards_of_rows_give_the_bits_of_the_whole(shape: tuple[int, ...], cuts: list[int]):
+    """As ranks of a sharded run would: each its rows, its rows' scales, and their positions."""
+    one = step_for(shape)
+    whole, sharded = fresh_tensors(one, shape), fresh_tensors(one, shape)
+    t = torch.tensor(2.0)
+    step_parameter(one, one, whole, t, HYPER)
+    row_elements = whole[0].numel() // shape[0]
+    for first, last in zip(cuts, [*cuts[1:], shape[0]], strict=True):
+        own = [tensor[first:last].clone() for tensor in sharded]
+        for start, block in one.storage.blocks(tuple(own[0].shape), own):
+            one(block, t, wrapped_int32(first * row_elements + start), HYPER)
+        for tensor, part in zip(sharded, own, strict=True):
+            tensor[first:last] = part
+    assert_identical(sharded, whole)
+
+
+def test_strided_parameters_are_stepped_in_bounded_slabs(monkeypatch: pytest.MonkeyPatch):
+    (plain,) = parameters([(100, 64)])
+    strided = Parameter(plain.detach().t().contiguous().t())
+    train(one := FlashAdamW([plain], eager=True), range(2))
+    monkeypatch.setattr(storage, "CHUNK_ELEMENTS", 640)
+    monkeypatch.setattr(step, "CHUNK_ELEMENTS", 640)
+    train(other := FlashAdamW([strided], eager=True), range(2))
+    assert_identical(stored(other), stored(one))
+
+
+def test_positions_wrap_as_int32_does():
+    block = torch.zeros(4, 32)
+    for position in (0, 5, 2**31 - 7, 2**31, 2**32 - 1, 2**32 + 5, 7 * 2**32 + 11):
+        index = element_index(block, wrapped_int32(position)).long() & 0xFFFFFFFF
+        assert torch.equal(index.flatten(), (torch.arange(128) + position) & 0xFFFFFFFF)
+
+
+def test_draws_differ_between_elements_and_steps():
+    """Equal weights under equal updates part ways, each time anew."""
+    p = Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+    optimizer = FlashSGD([p], lr=1e-6, eager=True)
+    tails = []
+    for _ in range(2):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        tails.append(optimizer.state[p]["tail"].clone())
+    assert 0 < (tails[0] != 0).sum() < p.numel() / 4
+    assert not torch.equal(tails[1] != 0, (tails[0] != 0))
+
+
+def test_nearest_draws_nothing():
+    one = step_for((64, 64), "nearest")
+    here, there = fresh_tensors(one, (64, 64)), fresh_tensors(one, (64, 64))
+    for tensors, position in ((here, 0), (there, 12345)):
+        ((_, block),) = one.storage.blocks((64, 64), tensors)
+        one(block, torch.tensor(2.0), wrapped_int32(position), HYPER)
+    assert_identical(here, there)
+
+
+def test_step_writes_in_place_and_leaves_the_gradient():
+    (p,) = parameters([(64, 64)])
+    optimizer = train(FlashAdamW([p], eager=True), range(1))
+    assert p.grad is not None
+    grad, addresses = p.grad.clone(), [p.data_ptr(), *(value.data_ptr() for value in optimizer.state[p].values())]
+    optimizer.step()
+    assert torch.equal(p.grad, grad)
+    assert [p.data_ptr(), *(value.data_ptr() for value in optimizer.state[p].values())] == addresses
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "dither"])
+@pytest.mark.parametrize("bits", [24, 32, None])
+def test_plain_w_is_moved_by_to_within_one_code(bits: int | None, rounding: str):
+    @rule(m=SIGNED8)
+    def plain(w, g, m, t, *, lr=0.01):
+        m = 0.9 * m + g
+        return w - lr * m, m
+
+    @rule(m=SIGNED8)
+    def moved(w, g, m, t, *, lr=0.01):
+        m = 0.9 * m + g
+        return Moved(w, -lr * m), m
+
+    class Plain(FlashOptimizer, rule=plain):
+        pass
+
+    class MovedBy(FlashOptimizer, rule=moved):
+        pass
+
+    optimizers: list[Any] = [
+        kind(parameters([(64, 64)]), master_weight_bits=bits, rounding=rounding, eager=True)
+        for kind in (Plain, MovedBy)
+    ]
+    one, other = (train(optimizer, range(1)) for optimizer in optimizers)
+    (p,), (q,) = (optimizer.param_groups[0]["params"] for optimizer in (one, other))
+    difference = (held(one, p)["w"] - held(other, q)["w"]).abs()
+    format = one._storage(one.param_groups[0], p).weight
+    rest = [one.state[p]["tail"]] if bits else []
+    fp32_ulp = p.detach().abs().double() * 2.0**-23
+    assert (difference <= format.resolution(p.detach(), *rest).double() + fp32_ulp).all()
+    assert_identical([one.state[p]["m.codes"]], [other.state[q]["m.codes"]])
+
+
+def test_a_rule_may_keep_five_states():
+    states = dict.fromkeys("abcde", SIGNED8)
+
+    def many(w, g, a, b, c, d, e, t, *, lr=0.1):
+        return w - lr * g, a + g, b - g, c + 2 * g, d + g * g, e + 1
+
+    made = rule(**states)(many)
+
+    class Many(FlashOptimizer, rule=made):
+        pass
+
+    (p,) = parameters([(64, 64)])
+    optimizer = train(Many([p], eager=True), range(1))
+    assert p.grad is not None
+    g = p.grad.double()
+    for name, exact in zip("abcde", (g, -g, 2 * g, g * g, torch.ones_like(g)), strict=True):
+        value, scale = held(optimizer, p)[name], exact.abs().max()
+        assert isinstance(dict(made.states)[name], Grouped)
+        assert (value - exact).abs().max() <= 0.02 * scale
+
+
+PEAK = """
+import sys
+import torch
+from flashopt_compile import FlashAdamW
+
+def status(key):
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
+
+def peak_of_a_step(rows):
+    p = torch.nn.Parameter(torch.ones(rows, 1024, dtype=torch.bfloat16))
+    p.grad = torch.ones_like(p)
+    optimizer = FlashAdamW([p])
+    list(optimizer._work())
+    for tensor in optimizer.state[p].values():
+        tensor.add_(0)  # touched, so that the kernel has given it its memory
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the high-water mark starts here
+    before = status("VmRSS")
+    optimizer.step()
+    return status("VmHWM") - before
+
+peak_of_a_step(4096)  # compiles
+print(peak_of_a_step(int(sys.argv[1])))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's high-water mark of memory")
+def test_peak_memory_of_a_step_is_16_mib_at_most():
+    """For one bf16 parameter of 100 million elements."""
+    done = subprocess.run([sys.executable, "-c", PEAK, "97657"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) <= 16 * 2**20, f"{int(done.stdout) / 2**20:.1f} MiB"

@@ -1,0 +1,83 @@
+"""Parameters, gradients, and what an optimizer holds: the ground common to the tests of optimizers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from flashopt_compile import FlashOptimizer
+from quant import Grouped, Split, dequantize
+
+# Whole groups in every row; rows that end in a short group; and a bias.
+ALIGNED, RAGGED, BIAS = (40, 64), (33, 50), (7,)
+SHAPES = (ALIGNED, RAGGED, BIAS)
+
+
+def parameters(
+    shapes: Sequence[tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.bfloat16, seed: int = 0
+) -> list[Parameter]:
+    random = torch.Generator().manual_seed(seed)
+    return [Parameter(torch.randn(shape, generator=random).mul(0.5).to(dtype)) for shape in shapes]
+
+
+def give_gradients(params: Sequence[Tensor], seed: int, size: float = 1.0) -> None:
+    random = torch.Generator().manual_seed(1000 + seed)
+    for parameter in params:
+        parameter.grad = torch.randn(parameter.shape, generator=random).mul(size).to(parameter.dtype)
+
+
+def train(optimizer: FlashOptimizer, steps: range) -> FlashOptimizer:
+    """Take numbered steps, each with the gradients its number stands for."""
+    params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for step in steps:
+        give_gradients(params, step)
+        optimizer.step()
+    return optimizer
+
+
+def group_of(optimizer: FlashOptimizer, parameter: Tensor) -> dict[str, Any]:
+    return next(group for group in optimizer.param_groups if any(each is parameter for each in group["params"]))
+
+
+def held(optimizer: FlashOptimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """The weight `w` and the states a parameter is stored as, in float64."""
+    storage = optimizer._storage(group_of(optimizer, parameter), parameter)
+    state = optimizer.state[parameter]
+    # Head and tail are added in float64: their sum in fp32 is off by up to half an fp32 ulp.
+    values = {"w": parameter.detach().double()}
+    if isinstance(storage.weight, Split):
+        value, correction = storage.weight._terms(parameter.detach(), state["tail"])
+        values["w"] = value.double() + correction.double()
+    for name, format in storage.states:
+        if isinstance(format, Grouped):
+            codes, scales = state[f"{name}.codes"], state[f"{name}.scales"]
+            values[name] = dequantize(codes, scales, format.signed, format.group_size, compander=format.compander)
+        else:
+            values[name] = state[name]
+    return {name: value.double() for name, value in values.items()}
+
+
+def scales_of(state: dict[str, Tensor], name: str, columns: int) -> Tensor:
+    """The scale of each element of a grouped matrix, in float64."""
+    return state[f"{name}.scales"].double().repeat_interleave(32, -1)[:, :columns]
+
+
+def stored(optimizer: FlashOptimizer) -> list[Tensor]:
+    """Copies of every tensor there is: parameters, and their states in the order of the keys."""
+    tensors = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            tensors.append(parameter.detach().clone())
+            tensors += [value.clone() for _, value in sorted(optimizer.state.get(parameter, {}).items())]
+    return tensors
+
+
+def assert_identical(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
+    """Bit for bit, NaNs included."""
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.dtype == other.dtype
+        assert one.shape == other.shape
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
