@@ -35,6 +35,7 @@ class FlashOptimizer(torch.optim.Optimizer):
 
     rule: ClassVar[Rule]
     hyper: ClassVar[dict[str, Any]]
+    decays_by_penalty: ClassVar[bool] = False  # weight decay is an L2 penalty on the gradient
 
     def __init_subclass__(cls, rule: Rule | None = None, **flags: Any) -> None:
         super().__init_subclass__()
@@ -79,6 +80,10 @@ class FlashOptimizer(torch.optim.Optimizer):
         params = [params] if isinstance(params, Tensor) else list(params)
         options = check_torch_options(owner, param_group)
         check_options(owner, {**self.defaults, **options}, self.hyper)
+        if self.decays_by_penalty and {**self.defaults, **options}["decouple_lr"]:
+            raise ValueError(
+                f"{owner}: decouple_lr is True; allowed is False, as its weight decay is a penalty on the gradient."
+            )
         seen = {id(p) for group in self.param_groups for p in group["params"]}
         for position, entry in enumerate(params):
             name, parameter = entry if isinstance(entry, tuple) else (f"{len(self.param_groups)}.{position}", entry)

@@ -14,6 +14,8 @@ class FlashAdamW(FlashOptimizer, rule=adamw.adamw):
 class FlashAdam(FlashOptimizer, rule=adam.adam):
     """Drop-in for `torch.optim.Adam`: 5.13 bytes per parameter beside the gradient, for a bf16 model."""
 
+    decays_by_penalty = True
+
 
 class FlashLion(FlashOptimizer, rule=lion.lion):
     """Lion: 4.07 bytes per parameter beside the gradient, for a bf16 model."""
@@ -21,6 +23,8 @@ class FlashLion(FlashOptimizer, rule=lion.lion):
 
 class FlashSGD(FlashOptimizer, rule=sgd.sgd_momentum, nesterov=False):
     """Drop-in for `torch.optim.SGD`: with momentum 4.07 bytes per parameter beside the gradient, without it 3."""
+
+    decays_by_penalty = True
 
     @classmethod
     def rule_of(cls, group: dict[str, Any]) -> Rule:

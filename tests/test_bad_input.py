@@ -318,3 +318,10 @@ def test_parameters_are_left_alone_by_a_failed_constructor():
         FlashAdamW([p], lr=-1.0)
     assert p.requires_grad
     assert torch.equal(p, torch.ones(4, 4))
+
+
+@pytest.mark.parametrize("kind", [FlashAdam, FlashSGD])
+def test_decouple_lr_is_refused_where_weight_decay_is_a_penalty(kind: Kind):
+    with pytest.raises(ValueError) as refused:
+        kind(parameters([ALIGNED]), decouple_lr=True)
+    assert_one_sentence(refused.value, "decouple_lr is True", "allowed is False")

@@ -150,6 +150,24 @@ def test_rounding_is_as_fine_for_both_signs(format: Split):
     assert torch.equal(-tail, other_tail)
 
 
+@each_format
+def test_head_is_the_nearest_to_what_the_pair_stands_for(format: Split):
+    """Also where rounding carried it into the next binade, whose codes are too coarse to hit the tie below."""
+    exponent = torch.arange(-14, 16).repeat_interleave(2**15)
+    below_power = torch.ldexp(1 - torch.arange(2**15).repeat(30) * 2.0**-24, exponent)
+    for w in (below_power.float(), -below_power.float(), EDGES, random_bits(7)):
+        head, tail = format.encode(w)
+        head, tail = head[head.isfinite()], tail[head.isfinite()]
+        outward = (joined(head, tail) - head.double()) * head.double().sign()
+        spacing = ulp(head, format.head)
+        fraction, _ = torch.frexp(head.double().abs())
+        inner_spacing = torch.where(
+            (fraction == 0.5) & (head.abs() > torch.finfo(format.head).tiny), spacing / 2, spacing
+        )
+        assert (outward <= spacing / 2).all()
+        assert (outward >= -inner_spacing / 2).all()
+
+
 # Moving stored weights
 
 
