@@ -65,23 +65,24 @@ class Step:
 
 def step_parameter(step: Step, run: Run, tensors: Sequence[Tensor], t: Tensor, hyper: Numbers) -> None:
     """Step a whole parameter (head, gradient, then the rest) block by block, whatever the strides of the first two."""
-    head, grad, *stored = tensors
+    head, grad = tensors[:2]
     if head.is_contiguous() and grad.is_contiguous():
-        slabs = [slice(None)]
-    else:
-        row_elements = max(1, head.numel() // max(1, head.shape[0]))
-        rows = max(1, CHUNK_ELEMENTS // row_elements)
-        slabs = [slice(row, row + rows) for row in range(0, head.shape[0], rows)]
-    for slab in slabs:
-        part = [tensor if slab == slice(None) else tensor[slab] for tensor in (head, grad, *stored)]
-        old = part[0]
-        part[0], part[1] = old.contiguous(), part[1].contiguous()
-        first = (slab.start or 0) * (head.numel() // head.shape[0] if slab.start else 0)
-        for start, block in step.storage.blocks(tuple(old.shape), part):
-            run(block, t, wrapped_int32(first + start), hyper)
-        if part[0] is not old:
-            old.copy_(part[0])
+        return _step_contiguous(step, run, tensors, 0, t, hyper)
+    row_elements = head[0].numel()
+    rows = max(1, CHUNK_ELEMENTS // row_elements)
+    for first in range(0, len(head), rows):
+        slab = [tensor[first : first + rows] for tensor in tensors]
+        copies = [tensor.contiguous() for tensor in slab]
+        _step_contiguous(step, run, copies, first * row_elements, t, hyper)
+        if copies[0] is not slab[0]:
+            slab[0].copy_(copies[0])
+
+
+def _step_contiguous(step: Step, run: Run, tensors: Sequence[Tensor], position: int, t: Tensor, hyper: Numbers) -> None:
+    for start, block in step.storage.blocks(tuple(tensors[0].shape), tensors):
+        run(block, t, wrapped_int32(position + start), hyper)
 
 
 def wrapped_int32(position: int) -> Tensor:
+    """`position` modulo 2^32, as the int32 tensor that element indices are counted from."""
     return torch.tensor((position + 2**31) % 2**32 - 2**31, dtype=torch.int32)
