@@ -17,7 +17,7 @@ from quant.split import Rounded, Split
 LEAST_COLUMNS = 8
 LEAST_ELEMENTS = 1024
 # Elements worked on at once: enough to hide the cost of a call, few enough to bound what it allocates.
-CHUNK_ELEMENTS = 1 << 19
+CHUNK_ELEMENTS = 1 << 18
 
 TAILS = {24: torch.int8, 32: torch.int16}
 PARAMETER_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
