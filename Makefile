@@ -1,8 +1,6 @@
 # Everything runs in .venv; a stamp per extra inside it makes repeated installs free.
 PYTHON ?= python3
 BIN := .venv/bin
-# Threads that spin while they wait take the cores from those that work, on a busy machine by far the most of them.
-export OMP_WAIT_POLICY ?= passive
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 
 .PHONY: help demo test lint proof bench clean
@@ -15,6 +13,8 @@ help: ## print this list
 demo: .venv/.installed-demo ## the method in one run, with figures
 	$(BIN)/python -m bench.demo
 
+# With a worker on each core, threads that spin while they wait take the cores from those that work.
+test: export OMP_WAIT_POLICY ?= passive
 test: .venv/.installed-test ## the test suite, two workers
 	$(BIN)/python -m pytest -n 2 --durations=15
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from bench.machine import describe_machine
 from quant.bounds import GROUPS
 from quant.compand import SOFTSIGN
+from quant.dither import NOISE_UNIT
 from quant.grouped import SIGNED8, Grouped
 
 GROUP_COUNT = 2**15
@@ -85,9 +86,9 @@ def variance_like(random: torch.Generator) -> dict[str, Tensor]:
     return {"χ²(1)": squares[0], "χ²(8)": torch.stack(squares).sum(0), "log-normal": log_normal}
 
 
-def rms_error(format: Grouped, x: Tensor, u: Tensor | None) -> float:
+def rms_error(format: Grouped, x: Tensor, noise: Tensor | None) -> float:
     """RMS of the error over RMS of the values, group by group, then averaged."""
-    error = format.decode(*format.encode(x, u)) - x
+    error = format.decode(*format.encode(x, noise)) - x
     return (error.square().mean(-1) / x.square().mean(-1)).sqrt().mean().item()
 
 
@@ -95,9 +96,9 @@ def compare_companders(signed: bool, data: dict[str, Tensor], random: torch.Gene
     kind = "momentum-like, int8" if signed else "variance-like, uint8"
     print(f"\nCompanders, {kind}: mean over groups of RMS error / RMS value, nearest | dither")
     print(f"  {'':<14}" + "".join(f"{name:>20}" for name in data))
-    u = torch.rand(GROUP_COUNT, 32, generator=random)
+    noise = (torch.rand(GROUP_COUNT, 32, generator=random) - 0.5) / NOISE_UNIT
     for format in (each for each in GROUPS if each.signed == signed):
-        cells = (f"{rms_error(format, x, None):.3%} | {rms_error(format, x, u):.3%}" for x in data.values())
+        cells = (f"{rms_error(format, x, None):.3%} | {rms_error(format, x, noise):.3%}" for x in data.values())
         print(f"  {format.compander.name:<14}" + "".join(f"{cell:>20}" for cell in cells))
 
 

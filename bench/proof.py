@@ -18,7 +18,7 @@ from tqdm import tqdm
 from bench.bounds_page import write_page
 from bench.findings import CHECKS, EAGER_CHECK, INPUT_CHECKS, PAIR_CHECKS, Findings, Relative
 from quant.bounds import SPLITS, split_bound
-from quant.dither import mix, uniform
+from quant.dither import mix, noise
 from quant.split import Split
 
 CHUNK = 2**23  # the patterns of one sign and exponent field
@@ -172,8 +172,8 @@ class Proof:
 
     def stay(self, head: Tensor, tail: Tensor, zero: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Stored parts moved by zero, with dither; and decoded."""
-        u = uniform(mix(index, zero.to(torch.int32)), stream=0)
-        return *self.format.advance(head, tail, zero, u), self.format.decode(head, tail)
+        drawn = noise(mix(index, zero.to(torch.int32)), stream=0)
+        return *self.format.advance(head, tail, zero, drawn), self.format.decode(head, tail)
 
     def decode(self, head: Tensor, tail: Tensor) -> Tensor:
         return self.format.decode(head, tail)

@@ -15,6 +15,7 @@ from bench.machine import describe_machine
 from bench.transformer import Plan, new_model, standard_library, train
 from flashopt_compile.rules.adamw import adamw
 from quant.compand import FOURTH_ROOT, SIGNED_ROOT, SOFTSIGN, SQUARE_ROOT, Compander, mu_law, root
+from quant.dither import NOISE_UNIT
 from quant.format import Format, Raw
 from quant.grouped import Grouped
 
@@ -46,8 +47,8 @@ class Outcome:
 def stored(format: Format, x: Tensor, rounding: str, random: torch.Generator) -> Tensor:
     if isinstance(format, Raw):
         return x
-    u = torch.rand(x.shape, generator=random) if rounding == "dither" else None
-    return format.decode(*format.encode(x, u))
+    noise = (torch.rand(x.shape, generator=random) - 0.5) / NOISE_UNIT if rounding == "dither" else None
+    return format.decode(*format.encode(x, noise))
 
 
 def follow(

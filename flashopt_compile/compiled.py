@@ -1,54 +1,77 @@
 """The only place that compiles: a `Step` becomes one fused kernel, written by Inductor for the device at hand."""
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashopt_compile.step import Numbers, Run, Step
+from flashopt_compile.batch import CHUNK_ELEMENTS, FLAT_COLUMNS, lane_phases, no_phase, row_phases
+from flashopt_compile.step import Numbers, Place, Step
+
+Kernel = Callable[[Sequence[Tensor], Tensor, Place, Numbers], Tensor]
 
 _number = count()
-EAGER_ELEMENTS = 4096
-# Inductor writes an intermediate value out at each of its uses until it has this many operations. The default,
-# 30, makes tens of thousands of operations of a step's few hundred, and a minute of code generation.
-OPTIONS: dict[str, Any] = {"realize_opcount_threshold": 8}
+_kernels: dict[tuple[int, torch.dtype, torch.device], Kernel] = {}  # by the id of a `Step.of`
+# Whatever is not shared by a whole group is computed anew where it is needed: what Inductor would store between
+# loops instead, up to four bytes an element each, costs more to write and read back. See docs/performance.md.
+OPTIONS: dict[str, Any] = {"realize_opcount_threshold": 1000, "realize_reads_threshold": 1000}
 
 
-@cache
-def compiled(step: Step) -> Run:
-    """`step` compiled for blocks of any size.
-
-    A small block of a single row runs eagerly: Dynamo would compile it apart, and the result is the same.
-    """
-    runs: dict[tuple[Any, ...], Run] = {}
-    grouped = step.storage.grouped
-
-    def call(tensors: Sequence[Tensor], t: Tensor, start: Tensor, hyper: Numbers) -> None:
-        head, grad = tensors[:2]
-        if head.shape[0] == 1 and head.numel() <= EAGER_ELEMENTS:
-            return step(tensors, t, start, hyper)
-        whole_groups = grouped is not None and head.shape[-1] == grouped.group_size
-        kind = (head.dim(), whole_groups, head.is_contiguous(), grad.dtype, head.device)
-        if kind not in runs:
-            runs[kind] = _compiled_kernel(step)
-            # The first block of a kind makes the graph; sizes other than that of a group must not be baked in.
-            for tensor in tensors:
-                for dim in range(tensor.dim() - whole_groups):
-                    if tensor.shape[dim] > 1:
-                        torch._dynamo.mark_dynamic(tensor, dim)
-        runs[kind](tensors, t, start, hyper)
-
-    return call
+def run(step: Step, tensors: Sequence[Tensor], t: Tensor, place: Place, hyper: Numbers) -> None:
+    """Step a contiguous block of at least two rows in place, by a kernel compiled on first use."""
+    head, grad = tensors[:2]
+    kernel = compiled(step, grad.dtype, head.device, hyper)
+    # The kernel does not write the head in place: a masked store to where the next load begins stalls it.
+    head.copy_(kernel(tensors, t, place, hyper))
 
 
-def _compiled_kernel(step: Step) -> Run:
-    def kernel(tensors: Sequence[Tensor], t: Tensor, start: Tensor, hyper: Numbers) -> None:
-        step(tensors, t, start, hyper)
+def compiled(step: Step, grad_dtype: torch.dtype, device: torch.device, hyper: Numbers) -> Kernel:
+    """The kernel for blocks of any number of rows, compiled on the first call."""
+    key = id(step), grad_dtype, device
+    if key not in _kernels:
+        _keep_freed_memory()
+        kernel = _kernel(step)
+        kernel(*_example(step, grad_dtype, device), hyper)
+        _kernels[key] = kernel
+    return _kernels[key]
 
-    # Dynamo counts graphs, and gives up at eight, per code object: each step and kind of block gets one of its
-    # own. (Rows that end in a short group need several: Dynamo tells sizes and offsets of 0, 1 and more apart.)
+
+def is_compiled(step: Step, grad_dtype: torch.dtype, device: torch.device) -> bool:
+    return (id(step), grad_dtype, device) in _kernels
+
+
+def _kernel(step: Step) -> Kernel:
+    def kernel(tensors: Sequence[Tensor], t: Tensor, place: Place, hyper: Numbers) -> Tensor:
+        parts, _ = step.compute(tensors, t, place, hyper)
+        for old, new in zip(tensors[2:], parts[1:], strict=True):
+            old.copy_(new)
+        return parts[0]
+
+    # Dynamo counts graphs, and gives up at eight, per code object: each kernel gets one of its own.
     kernel.__code__ = kernel.__code__.replace(co_name=f"{step.rule.name}_step_{next(_number)}")
     return torch.compile(kernel, fullgraph=True, options=OPTIONS)
+
+
+def _example(step: Step, grad_dtype: torch.dtype, device: torch.device) -> tuple[list[Tensor], Tensor, Place]:
+    """A block of zeros of the usual size, by which Inductor decides on threads; its rows not to be baked in."""
+    size = step.storage.grouped.group_size if step.storage.grouped else FLAT_COLUMNS
+    shape = CHUNK_ELEMENTS // size, size
+    head = torch.zeros(shape, dtype=step.storage.weight.parts(shape)[step.storage.weight.names[0]].dtype, device=device)
+    tensors = [head, torch.zeros(shape, dtype=grad_dtype, device=device)]
+    for part in step.storage.parts(shape).values():
+        tensors.append(torch.zeros(part.shape, dtype=part.dtype, device=device))
+    place = Place(no_phase(device), row_phases(shape[0], size, size, device).clone(), lane_phases(size, device))
+    for tensor in (*tensors, place.rows):
+        torch._dynamo.mark_dynamic(tensor, 0)
+    return tensors, torch.ones(()), place
+
+
+def _keep_freed_memory() -> None:
+    """Have the C library keep what a call frees for the next one.
+
+    It returns blocks to the system by what has been freed before; freeing one of just under 32 MiB, which takes no
+    memory as long as nobody writes to it, raises the limit. Each call would else wait for hundreds of new pages.
+    """
+    torch.empty(2**25 - 2**16, dtype=torch.uint8, device="cpu")

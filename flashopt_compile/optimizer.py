@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from flashopt_compile import checkpoint, numerics
-from flashopt_compile.compiled import compiled
+from flashopt_compile import checkpoint, compiled, numerics
+from flashopt_compile.batch import Batch
 from flashopt_compile.options import (
     STORAGE_OPTIONS,
     check_gradient,
@@ -17,7 +17,7 @@ from flashopt_compile.options import (
     check_torch_options,
 )
 from flashopt_compile.rule import Rule
-from flashopt_compile.step import Numbers, Step, step_parameter
+from flashopt_compile.step import Numbers, Step, trace
 from flashopt_compile.storage import Storage, storage_of
 
 Group = dict[str, Any]
@@ -69,6 +69,7 @@ class FlashOptimizer(torch.optim.Optimizer):
             if name not in known:
                 raise TypeError(f"{owner}: unknown option {name!r}; allowed are {', '.join(known)}.")
         self.eager = eager
+        self._steps: dict[tuple[int, int, str, bool], Step] = {}
         super().__init__(params, {**known, **given})
 
     def add_param_group(self, param_group: Group) -> None:
@@ -121,13 +122,15 @@ class FlashOptimizer(torch.optim.Optimizer):
                 step = self._step_of(group, parameter)
                 tensors = self._tensors(step.storage, parameter, parameter.grad, state)
                 numerics.check_numerics(name, step, tensors, state["step"] + 1, numbers[id(group)])
+        batch = Batch(Step.__call__ if self.eager else compiled.run)
         for group, _, parameter, state in work:
             if parameter.grad is not None:
                 step = self._step_of(group, parameter)
                 state["step"] += 1
-                run = step if self.eager or torch.compiler.is_compiling() else compiled(step)
                 tensors = self._tensors(step.storage, parameter, parameter.grad, state)
-                step_parameter(step, run, tensors, state["step"], numbers[id(group)])
+                run = trace if torch.compiler.is_compiling() else batch.add
+                run(step, tensors, state["step"], numbers[id(group)])
+        batch.flush()
         return loss
 
     def memory(self) -> dict[str, Any]:
@@ -181,7 +184,13 @@ class FlashOptimizer(torch.optim.Optimizer):
         return storage_of(self.rule_of(group), parameter.dtype, shape, group["master_weight_bits"], group["quantize"])
 
     def _step_of(self, group: Group, parameter: Tensor) -> Step:
-        return Step(self.rule_of(group), self._storage(group, parameter), group["rounding"], group["maximize"])
+        rule, storage = self.rule_of(group), self._storage(group, parameter)
+        if torch.compiler.is_compiling():
+            return Step(rule, storage, group["rounding"], group["maximize"])
+        key = id(rule), id(storage), group["rounding"], group["maximize"]
+        if key not in self._steps:
+            self._steps[key] = Step.of(rule, storage, group["rounding"], group["maximize"])
+        return self._steps[key]
 
     def _new_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
         parts = self._storage(group, parameter).parts(tuple(parameter.shape))
@@ -258,3 +267,4 @@ class FlashOptimizer(torch.optim.Optimizer):
             if isinstance(value, checkpoint.Opaque):
                 state["state"][parameter] = checkpoint.copied(value.state, parameter.device)
         super().__setstate__(state)
+        self._steps = {}

@@ -24,7 +24,7 @@ class Moved(NamedTuple):
     by: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rule:
     """One optimizer's mathematics: `function(w, g, *states, t, **hyper)` → (new w, *new states)."""
 
@@ -80,24 +80,30 @@ def rule(**states: Format) -> Callable[[Callable[..., tuple[Any, ...]]], Rule]:
 
 def unbias(average: Tensor, beta: Tensor, t: Tensor) -> Tensor:
     """An exponential average started at zero, divided by the weight 1 − β^t it has gathered by step t."""
-    return average * torch.ops.flashopt_compile.unbias_factor(beta, t)
+    return average * debias(beta, t)
 
 
-# 1/(1 − β^t) of two 0-dim tensors, by −expm1(t·log β) in double precision: 1 − β**t in fp32 is off by 2e-5. As
-# an operator of its own it is computed once a step, the same in eager as compiled; written out in the rule,
-# Inductor would take the logarithm once per element.
+def debias(beta: Tensor, t: Tensor, power: float = 1.0) -> Tensor:
+    """1/(1 − β^t) to the `power`, a number: what an exponential average started at zero is short of by step t."""
+    return torch.ops.flashopt_compile.debias(beta, t, power)
+
+
+# Of two 0-dim tensors, by −expm1(t·log β) in double precision: 1 − β**t in fp32 is off by 2e-5. As an operator of its
+# own it is computed once a call, the same in eager as compiled; written out in the rule, Inductor would take the
+# logarithm once per element.
 _LIBRARY = torch.library.Library("flashopt_compile", "DEF")
-_LIBRARY.define("unbias_factor(Tensor beta, Tensor t) -> Tensor")
+_LIBRARY.define("debias(Tensor beta, Tensor t, float power) -> Tensor")
 
 
-def _unbias_factor(beta: Tensor, t: Tensor) -> Tensor:
+def _debias(beta: Tensor, t: Tensor, power: float) -> Tensor:
     b = beta.item()
-    return torch.tensor(-1 / math.expm1(t.item() * math.log(b)) if b else 1.0, dtype=torch.float32, device=t.device)
+    gathered = -math.expm1(t.item() * math.log(b)) if b else 1.0
+    return torch.tensor(gathered**-power, dtype=torch.float32, device=t.device)
 
 
-def _unbias_factor_shape(beta: Tensor, t: Tensor) -> Tensor:
+def _debias_shape(beta: Tensor, t: Tensor, power: float) -> Tensor:
     return torch.empty_like(t, dtype=torch.float32)
 
 
-_LIBRARY.impl("unbias_factor", _unbias_factor, "CompositeExplicitAutograd")
-torch.library.register_fake("flashopt_compile::unbias_factor", _unbias_factor_shape)
+_LIBRARY.impl("debias", _debias, "CompositeExplicitAutograd")
+torch.library.register_fake("flashopt_compile::debias", _debias_shape)

@@ -16,9 +16,6 @@ from quant.split import Rounded, Split
 # Biases, norms and small tensors keep fp32 states: next to nothing in bytes, and their statistics vary most.
 LEAST_COLUMNS = 8
 LEAST_ELEMENTS = 1024
-# Elements worked on at once: enough to hide the cost of a call, few enough to bound what it allocates.
-CHUNK_ELEMENTS = 1 << 18
-
 TAILS = {24: torch.int8, 32: torch.int16}
 PARAMETER_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -42,38 +39,28 @@ class Storage:
     def grouped(self) -> Grouped | None:
         return next((format for _, format in self.states if isinstance(format, Grouped)), None)
 
+    @property
+    def scales(self) -> tuple[bool, ...]:
+        """Which of head, gradient and the tensors of `parts` hold one number a group."""
+        beside = (False,) * (len(self.weight.names) + 1)
+        return *beside, *(name == "scales" for _, format in self.states for name in format.names)
+
     def blocks(self, shape: tuple[int, ...], tensors: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
-        """Views of `tensors` (head, gradient, then those of `parts`; all contiguous) small enough for one call.
+        """Views of `tensors` (head, gradient, then those of `parts`; all contiguous) of all elements.
 
         Each comes with the position of its first element. Where states are grouped, the last dim is one group.
         """
+        if not math.prod(shape):
+            return
         if self.grouped is None:
-            starts, views = [0], [[tensor.view(-1) for tensor in tensors]]
-        else:
-            rows = self.grouped.rows(shape)
-            scales = [False, False, *(key.endswith(".scales") for key in self.parts(shape))]
-            split = [
-                rows.scale_blocks(tensor) if is_scale else rows.blocks(tensor)
-                for tensor, is_scale in zip(tensors, scales, strict=True)
-            ]
-            starts, views = rows.starts, [list(block) for block in zip(*split, strict=True)]
-        for start, block in zip(starts, views, strict=True):
-            yield from _pieces(start, block)
-
-
-def _pieces(start: int, block: list[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
-    """`block` cut along its leading dims into pieces of at most CHUNK_ELEMENTS, with their positions."""
-    head = block[0]
-    # Under a caller's torch.compile there is one graph: pieces would only make it larger.
-    if head.numel() <= CHUNK_ELEMENTS or torch.compiler.is_compiling():
-        if head.numel():
-            yield start, block
-        return
-    dim = next(dim for dim, size in enumerate(head.shape) if size > 1)
-    length = max(1, CHUNK_ELEMENTS * head.shape[dim] // head.numel())
-    pieces = zip(*(tensor.split(length, dim) for tensor in block), strict=True)
-    for number, piece in enumerate(pieces):
-        yield from _pieces(start + number * length * head.stride(dim), list(piece))
+            yield 0, [tensor.view(-1) for tensor in tensors]
+            return
+        rows = self.grouped.rows(shape)
+        split = [
+            rows.scale_blocks(tensor) if is_scale else rows.blocks(tensor)
+            for tensor, is_scale in zip(tensors, self.scales, strict=True)
+        ]
+        yield from zip(rows.starts, map(list, zip(*split, strict=True)), strict=True)
 
 
 def storage_of(

@@ -123,7 +123,7 @@ def mean_error() -> sympy.Expr:
     """The mean error of a dithered code, derived: y = n + f becomes n + 1 with odds f, else n.
 
     So it is for tails, where noise of one code is added before rounding to nearest; companded codes are left
-    alone within `quant.grouped.DITHER_MARGIN` of a whole number, which is the most their mean can be off.
+    alone within `quant.dither.DITHER_MARGIN` of a whole number, which is the most their mean can be off.
     """
     n, f = sympy.symbols("n f", real=True)
     return sympy.simplify((1 - f) * n + f * (n + 1) - (n + f))

@@ -13,7 +13,7 @@ import torch
 from sympy.printing.pycode import PythonCodePrinter
 from torch import Tensor
 
-from quant.ulp import sqrt
+from quant.ulp import once, sqrt
 
 X = sympy.Symbol("x", real=True)
 Y = sympy.Symbol("y", positive=True)
@@ -159,20 +159,36 @@ def _torch_function(expression: sympy.Expr, odd: bool, unit: float = 1.0) -> Tor
     # What depends on the scale alone is computed once a group, not once an element.
     group_top, top = numerator.as_independent(VALUE, as_Add=False)
     group_bottom, bottom = denominator.as_independent(VALUE, as_Add=False)
-    sign = ""
+    text = _TorchPrinter().doprint
+    group = text(group_top / group_bottom)
+    element = f"({text(top)})"
+    signed = False
     if odd:
         slope = sympy.cancel(top / VALUE)
-        top, sign = (slope, "value * ") if slope.subs(VALUE, 0).is_finite else (top, "value.sign() * ")
-    text = _TorchPrinter().doprint
-    element = sign.removesuffix(" * ") if sign and top == 1 else f"{sign}({text(top)})"
+        signed = top.is_Pow and not slope.subs(VALUE, 0).is_finite  # a root, which is 0 at 0 to the bit
+        if not signed:
+            finite = slope.subs(VALUE, 0).is_finite
+            element = "value" if slope == 1 else f"value * ({text(slope)})" if finite else f"value.sign() * {element}"
     if bottom != 1:
         element += f" / ({text(bottom)})"
-    group = group_top / group_bottom
-    body = element if group == 1 else f"({text(group)}) * ({element})"
+    if "scale" in group and group != "scale":
+        group = f"once({group})"
+    if signed:  # the sign goes to the factor of the group, where there is one: a choice between two numbers
+        body = (
+            f"with_sign({group}, value) * {element}" if "scale" in group else f"with_sign({group} * {element}, value)"
+        )
+    else:
+        body = element if group == "1.0" else f"({group}) * ({element})"
     body = body.replace(str(VALUE), "value.abs()" if odd else "value")
     if unit != 1:
         body = body.replace("value", f"(value * {unit!r})")
-    return eval(f"lambda value, scale: {body}", {"sqrt": sqrt, "square": torch.square})
+    return eval(
+        f"lambda value, scale: {body}", {"sqrt": sqrt, "square": torch.square, "with_sign": _with_sign, "once": once}
+    )
+
+
+def _with_sign(magnitude: Tensor, value: Tensor) -> Tensor:
+    return torch.where(value < 0, -magnitude, magnitude)
 
 
 class _TorchPrinter(PythonCodePrinter):

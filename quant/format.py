@@ -35,7 +35,7 @@ class Format(Protocol):
 
     @property
     def encode(self) -> Callable[..., tuple[Tensor, ...]]:
-        """x (and, for states, uniform numbers to dither with) → parts."""
+        """x (and, for states, noise to dither with) → parts."""
         ...
 
     @property
@@ -48,8 +48,13 @@ class WeightFormat(Format, Protocol):
     """A format that holds a weight, its first part being the parameter, and can be moved by small amounts."""
 
     @property
+    def read(self) -> Callable[..., Tensor]:
+        """`decode` as a step does it: quicker, to within what no weight notices."""
+        ...
+
+    @property
     def advance(self) -> Callable[..., tuple[Tensor, ...]]:
-        """Parts, an amount, uniform numbers or None → the parts after moving the value they hold by the amount."""
+        """Parts, an amount, noise or None → the parts after moving the value they hold by the amount."""
         ...
 
     @property
@@ -71,13 +76,15 @@ class Raw:
     def parts(self, shape: tuple[int, ...]) -> dict[str, Part]:
         return {"value": Part(shape, torch.float32)}
 
-    def encode(self, x: Tensor, u: Tensor | None = None) -> tuple[Tensor]:
+    def encode(self, x: Tensor, noise: Tensor | None = None) -> tuple[Tensor]:
         return (x,)
 
     def decode(self, value: Tensor) -> Tensor:
         return value
 
-    def advance(self, value: Tensor, by: Tensor, u: Tensor | None) -> tuple[Tensor]:
+    read = decode
+
+    def advance(self, value: Tensor, by: Tensor, noise: Tensor | None) -> tuple[Tensor]:
         return (value + by,)
 
     def resolution(self, value: Tensor) -> Tensor:

@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from quant.compand import FOURTH_ROOT, LINEAR, SIGNED_ROOT, SOFTSIGN, SQUARE_ROOT, Compander
-from quant.dither import element_index, mix, uniform
+from quant.dither import DITHER_MARGIN, NOISE_UNIT, block_phases, mix_phases, noise, phases_of
 from quant.format import Part, check_dtype
-from quant.ulp import round_up
+from quant.ulp import once, round_up
 
 MIN_SCALE = 2.0**-118  # below, 127/scale would overflow
-# A code whose value comes back unchanged is off by up to 8e-5 of a code after fp32 arithmetic: dither leaves it be.
-DITHER_MARGIN = 2.0**-13
 
 
 @dataclass(frozen=True)
@@ -128,26 +126,25 @@ class Grouped:
             "scales": Part(self.rows(shape).scales_shape, torch.bfloat16),
         }
 
-    def encode(self, x: Tensor, u: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def encode(self, x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Codes and scales of a block whose last dim is one group.
 
-        Rounds to the nearest code or, given uniform `u`, up or down with the odds that make the code right on
-        average.
+        Rounds to the nearest code or, given `noise`, up or down with the odds that make the code right on average.
         """
         largest = x.abs().amax(-1, keepdim=True)
-        scale = round_up(largest.clamp(min=MIN_SCALE))
-        codes = self._compress(x, scale)
-        if u is None:
-            codes = codes.round()
-        else:
-            codes = (codes + (DITHER_MARGIN + (1 - 2 * DITHER_MARGIN) * u)).floor()
-        codes = codes.clamp(-self.levels if self.signed else 0, self.levels)
-        if not self.signed:
-            codes = torch.where(x > 0, codes.clamp(min=1), codes)
         finite = largest <= self.compander.largest_scale(self.levels)
+        scale = once(round_up(largest.clamp(min=MIN_SCALE)))
+        codes = self._compress(x, scale)
+        if noise is not None:
+            codes = codes + noise * ((1 - 2 * DITHER_MARGIN) * NOISE_UNIT)
+        codes = codes.round()
+        if not self.signed:
+            least = 1 - torch.relu(1 - x.ceil())  # 1 unless x is 0
+            codes = least + torch.relu(codes - least)
         codes = torch.where(finite, codes, 0.0)
-        scale = torch.where(largest > 0, scale, 0.0)
-        scale = torch.where(finite, scale, math.nan)
+        if self.signed:
+            codes = codes.to(torch.int32).clamp(-self.levels, self.levels)  # floats would have NaN to mind
+        scale = torch.where(finite, torch.where(largest > 0, scale, 0.0), math.nan)
         return codes.to(self.dtype), scale.to(torch.bfloat16)
 
     def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
@@ -199,10 +196,11 @@ def quantize(
         source = x.detach().contiguous()
         stored_blocks = rows.blocks(parts["codes"]), rows.scale_blocks(parts["scales"])
         for block, codes, scales, start in zip(rows.blocks(source), *stored_blocks, rows.starts, strict=True):
-            u = None
+            drawn = None
             if rounding == "dither":
-                u = uniform(mix(element_index(block, start), torch.tensor(step, dtype=torch.int32)), stream=0)
-            for stored, new in zip((codes, scales), format.encode(block, u), strict=True):
+                phases = sum(block_phases(block), phases_of(torch.tensor(start, device=x.device)))
+                drawn = noise(mix_phases(phases, torch.tensor(step, dtype=torch.int32, device=x.device)), stream=0)
+            for stored, new in zip((codes, scales), format.encode(block, drawn), strict=True):
                 stored.copy_(new)
     return parts["codes"], parts["scales"]
 

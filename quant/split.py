@@ -8,14 +8,14 @@ error as a fraction of its largest value, in whole codes:
 The head's own exponent is the scale, so none is stored. Worst error of a round trip: `quant.bounds`.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from quant.dither import NOISE_UNIT
 from quant.format import Part, check_dtype, check_same_shape
-from quant.ulp import NARROW_FLOATS, Frame, NarrowFloat, keep_sign_of_zero, nearest, overflow
+from quant.ulp import NARROW_FLOATS, Frame, NarrowFloat, either, keep_sign_of_zero, nearest, overflow, spacing
 
 
 @dataclass(frozen=True)
@@ -50,28 +50,52 @@ class Split:
 
     def encode(self, w: Tensor) -> tuple[Tensor, Tensor]:
         """The correctly rounded head of every fp32 `w`, and its tail: 0 where the head is not finite."""
-        head, codes = self._store(w)
-        return head.to(self.head), codes.to(self.tail)
+        frame = Frame.around(w, self.narrow)
+        inside = frame.enter(w)
+        spacing = frame.spacing(inside)
+        rounded = nearest(inside, spacing)
+        head = overflow(keep_sign_of_zero(frame.leave(rounded), w), self.narrow)
+        codes = self._codes((inside - rounded) / spacing, rounded / spacing)
+        codes = torch.where(head.abs() <= self.narrow.max, codes, 0.0)
+        return head.to(self.head), codes.round().to(self.tail)
 
     def decode(self, head: Tensor, tail: Tensor) -> Tensor:
-        value, correction = self._terms(head, tail)
+        value = head.to(torch.float32)
+        frame = Frame.around(value, self.narrow)
+        code = frame.spacing(frame.enter(value)) * (0.5 / self.levels)
+        correction = frame.leave(tail.to(torch.float32) * code)
         return value - (0.0 - correction)  # −0.0 minus zero is −0.0; plus zero it would be 0.0
 
-    def advance(self, head: Tensor, tail: Tensor, by: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Move the stored weight `by` an fp32 amount, rounding to nearest or, given uniform `u`, dithered.
+    def read(self, head: Tensor, tail: Tensor) -> Tensor:
+        """`decode`, to within 2^-108, for all that is finite."""
+        value, correction = self._terms(head, tail)
+        return value + correction
 
-        What the sum head + tail + by loses when formed in fp32, whose ulp is coarser than a small update, is
-        carried over to the tail: dither keeps updates alive down to 2^-28 of the weight. A weight moved by
-        zero keeps its parts.
+    def advance(self, head: Tensor, tail: Tensor, by: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Move the stored weight `by` an fp32 amount, rounding to nearest or, given `noise`, dithered.
+
+        Head and tail are moved apart: their fp32 sum, whose ulp is coarser than a small update, is formed only to
+        find the new head. Dither keeps updates alive down to 2^-28 of the weight, or 2^-108. A weight moved by
+        zero keeps its parts. One that is not finite, or moved by what is not, comes to be Inf or NaN.
         """
         value, correction = self._terms(head, tail)
         rest = correction + by
         total = value + rest
-        lost = rest - (total - value)
-        new_head, codes = self._store(total, lost, u)
+        spacing = self._spacing(total)
+        per_spacing = spacing.reciprocal()
+        count = (total * per_spacing).round()
+        left = (rest - (count * spacing - value)) * per_spacing
+        if self.tail != torch.int8:  # finer than the fp32 total, which may be a tie by rounding alone
+            beyond = left.round()
+            count, left = count + beyond, left - beyond
+        rounded = count * spacing
+        codes = self._codes(left, count)
+        if noise is not None:
+            codes = codes + noise * NOISE_UNIT
         still = by == 0
-        new_head = torch.where(still, value, new_head).to(self.head)
-        return new_head, torch.where(still, tail.to(torch.float32), codes).to(self.tail)
+        rounded = torch.where(still, value, overflow(rounded, self.narrow))
+        codes = torch.where(still, tail.to(torch.float32), codes).round().to(torch.int32)
+        return rounded.to(self.head), codes.clamp(-self.levels, self.levels).to(self.tail)
 
     def resolution(self, head: Tensor, tail: Tensor) -> Tensor:
         return spacing_at(head, self.narrow) * (0.5 / self.levels)
@@ -79,37 +103,24 @@ class Split:
     def _terms(self, head: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
         """The values of head and tail, whose sum is the weight."""
         value = head.to(torch.float32)
-        frame = Frame.around(value, self.narrow)
-        code = frame.spacing(frame.enter(value)) * (0.5 / self.levels)
-        return value, frame.leave(tail.to(torch.float32) * code)
+        return value, tail.to(torch.float32) * (self._spacing(value) * (0.5 / self.levels))
 
-    def _store(self, w: Tensor, lost: Tensor | None = None, u: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Head and tail of w + lost, both as fp32, where |lost| is below an ulp of w."""
-        frame = Frame.around(w, self.narrow)
-        inside = frame.enter(w)
-        spacing = frame.spacing(inside)
-        rounded = nearest(inside, spacing)
-        rest = inside - rounded
-        if lost is not None:
-            # w + lost may lie across a tie from w: what exceeds half an ulp belongs to the next head.
-            rest = torch.where(inside.abs() < math.inf, rest + frame.enter(lost), 0.0)
-            beyond = nearest(rest, spacing)
-            rounded, rest = rounded + beyond, rest - beyond
-        head = overflow(keep_sign_of_zero(frame.leave(rounded), w), self.narrow)
+    def _spacing(self, x: Tensor) -> Tensor:
+        """ulp(head) in the binade of x, without a frame: a step has no time for weights under 2^-100."""
+        return spacing(x.abs(), self.narrow, least=max(2.0**-100, 2.0**self.narrow.min_exponent))
+
+    def _codes(self, rest: Tensor, count: Tensor) -> Tensor:
+        """What is left of a weight beside `count` spacings of its binade, `rest` of one, in codes of its head."""
         # Rounding may carry the head into the next binade, where its ulp is twice as large. The tie that
         # carries lies at L/2 codes, between two: take the inner one, or the pair would decode to a value
         # that belongs to the head below.
-        carried = rounded.abs() >= spacing * 2.0**self.narrow.significand_bits
-        codes = torch.where(carried, rest * (1 - 2.0**-23), rest + rest) * (self.levels / spacing)
-        if u is not None:
-            codes = codes + (u - 0.5)  # a code of the new head, which may be twice or half as large as before
-        codes = torch.where(head.abs() <= self.narrow.max, codes, 0.0).round()
-        return head, codes.clamp(-self.levels, self.levels)
+        carried = count.abs() >= 2.0**self.narrow.significand_bits
+        return rest * either(carried, self.levels * (1 - 2.0**-23), 2.0 * self.levels)
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """A weight kept as its 16-bit head alone, rounded to nearest or, given uniform numbers, stochastically."""
+    """A weight kept as its 16-bit head alone, rounded to nearest or, given noise, stochastically."""
 
     head: torch.dtype = torch.bfloat16
 
@@ -118,33 +129,40 @@ class Rounded:
     def __post_init__(self) -> None:
         check_dtype("head", self.head, NARROW_FLOATS)
 
+    @property
+    def narrow(self) -> NarrowFloat:
+        return NARROW_FLOATS[self.head]
+
     def parts(self, shape: tuple[int, ...]) -> dict[str, Part]:
         return {"head": Part(shape, self.head)}
 
     def encode(self, w: Tensor) -> tuple[Tensor]:
-        frame = Frame.around(w, NARROW_FLOATS[self.head])
+        frame = Frame.around(w, self.narrow)
         inside = frame.enter(w)
         rounded = frame.leave(nearest(inside, frame.spacing(inside)))
-        return (overflow(keep_sign_of_zero(rounded, w), NARROW_FLOATS[self.head]).to(self.head),)
+        return (overflow(keep_sign_of_zero(rounded, w), self.narrow).to(self.head),)
 
     def decode(self, head: Tensor) -> Tensor:
         return head.to(torch.float32)
 
-    def advance(self, head: Tensor, by: Tensor, u: Tensor | None) -> tuple[Tensor]:
+    def read(self, head: Tensor) -> Tensor:
+        return head.to(torch.float32)
+
+    def advance(self, head: Tensor, by: Tensor, noise: Tensor | None) -> tuple[Tensor]:
         value = self.decode(head)
         total = value + by
-        frame = Frame.around(total, NARROW_FLOATS[self.head])
-        inside = frame.enter(total)
-        spacing = frame.spacing(inside)
-        if u is not None:  # noise of the new binade's ulp: the old one's would push weights down from powers of two
-            lost = by - (total - value)
-            inside = inside + (frame.enter(lost) + (u - 0.5) * spacing)
-        rounded = keep_sign_of_zero(frame.leave(nearest(inside, spacing)), total)
-        rounded = overflow(rounded, NARROW_FLOATS[self.head])
-        return (torch.where(by == 0, value, rounded).to(self.head),)
+        size = spacing(total.abs(), self.narrow, least=max(2.0**-100, 2.0**self.narrow.min_exponent))
+        per_size = size.reciprocal()
+        count = total * per_size
+        if noise is not None:  # of the new binade's ulp: the old one's would push weights down from powers of two
+            lost = (by - (total - value)) * per_size
+            count = count + (lost + noise * NOISE_UNIT)
+        # A tiny weight is not to be rounded to the coarser grid that serves to move it.
+        rounded = torch.where(by == 0, value, count.round() * size)
+        return (overflow(rounded, self.narrow).to(self.head),)
 
     def resolution(self, head: Tensor) -> Tensor:
-        return spacing_at(head, NARROW_FLOATS[self.head])
+        return spacing_at(head, self.narrow)
 
 
 def spacing_at(head: Tensor, narrow: NarrowFloat) -> Tensor:

@@ -43,34 +43,47 @@ class Frame:
     """The power-of-two scaling under which the grid of `narrow` is computed without over- or underflow.
 
     fp16's grid needs none. bf16 shares fp32's exponents, whose ends are out of reach of the rounding
-    constant (above 2^111) and of the ulp formula (below 2^-100): values under 1 are worked on 2^64 times
-    larger, the others 2^32 times smaller, both exactly.
+    constant (above 2^111) and of the ulp formula (below 2^-100): values under 1 are worked on 2^32 times
+    larger, the others 2^32 times smaller, both exactly. A frame made for one value serves whatever that
+    value becomes by an addition, up to 2^79: what is left of a value above 1 stays above 2^-26, or is zero.
     """
 
     narrow: NarrowFloat
-    small: Tensor | None
+    factor: Tensor | None = None
+    inverse: Tensor | None = None
 
     @classmethod
     def around(cls, x: Tensor, narrow: NarrowFloat) -> "Frame":
-        return cls(narrow, x.abs() < 1 if narrow.min_exponent < -100 else None)
+        if narrow.min_exponent >= -100:
+            return cls(narrow)
+        # Two comparisons: one that is used twice may be stored between loops, and Inductor's bools are slow to store.
+        size = x.abs()
+        return cls(narrow, either(size < 1, 2.0**32, 2.0**-32), either(size >= 1, 2.0**32, 2.0**-32))
 
     def enter(self, x: Tensor) -> Tensor:
-        return x if self.small is None else x * self._power(2.0**64, 2.0**-32)
+        return x if self.factor is None else x * self.factor
 
     def leave(self, x: Tensor) -> Tensor:
-        return x if self.small is None else x * self._power(2.0**-64, 2.0**32)
-
-    def _power(self, if_small: float, otherwise: float) -> Tensor:
-        assert self.small is not None
-        return torch.where(self.small, if_small, otherwise).to(torch.float32)
+        return x if self.inverse is None else x * self.inverse
 
     def spacing(self, x: Tensor) -> Tensor:
         """Distance between neighbours of `narrow` in the binade of `x`, which is inside the frame."""
-        # The lower clamp makes the subnormals' spacing that of the least normal binade; the upper one
-        # keeps the sum finite where x is not. Values under 1 alone come near the lower clamp.
-        least = 2.0 ** (self.narrow.min_exponent + (0 if self.small is None else 64))
-        a = x.abs().clamp(least, 2.0**100)
-        return ((a + a * PHI) - a) * 2.0 ** (24 - self.narrow.significand_bits)
+        # Subnormals have the spacing of the least normal binade; Inf is to have one that is finite.
+        least = 2.0 ** (self.narrow.min_exponent + (0 if self.factor is None else 32))
+        return spacing(x.abs().clamp(max=2.0**100), self.narrow, least)
+
+
+def spacing(size: Tensor, narrow: NarrowFloat, least: float) -> Tensor:
+    """Distance between neighbours of `narrow` in the binade of `size`, or of `least` ≥ 2^-100 if that is more."""
+    # The larger of the two by way of relu: a maximum, which has NaN to mind, takes four instructions. The rounding
+    # of it never leaves the binade.
+    a = torch.relu(size - least) + least
+    return ((a + a * PHI) - a) * 2.0 ** (24 - narrow.significand_bits)
+
+
+def either(condition: Tensor, if_true: float, if_false: float) -> Tensor:
+    """One number or the other as fp32, whatever torch's default dtype."""
+    return torch.where(condition, if_true, if_false).to(torch.float32)
 
 
 def nearest(x: Tensor, spacing: Tensor) -> Tensor:
@@ -109,3 +122,11 @@ def sqrt(x: Tensor) -> Tensor:
     if torch.compiler.is_compiling() or x.dtype != torch.float32:
         return x.sqrt()
     return x.double().sqrt().float()
+
+
+def once(x: Tensor) -> Tensor:
+    """`x` itself. Inductor computes it in a loop of its own, not again at each use: what is needed of a whole group.
+
+    (It stores what `as_strided` takes.)
+    """
+    return x.as_strided(x.shape, x.stride())

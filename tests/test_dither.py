@@ -1,4 +1,4 @@
-"""The counter-based uniform numbers: even, independent, and the same wherever and however they are drawn."""
+"""The counter-based noise: even, independent, and the same wherever and however they are drawn."""
 
 import itertools
 import math
@@ -6,10 +6,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from strategies import COUNT, Compiled, bits_of, differences
+from strategies import COUNT, Compiled, differences
 from torch import Tensor
 
-from quant.dither import STREAMS, element_index, mix, uniform
+from quant.dither import NOISE_UNIT, STREAMS, block_phases, mix, mix_phases, noise, phases_of
 from quant.grouped import Rows
 
 INDEX = torch.arange(2**18, dtype=torch.int32)
@@ -18,8 +18,13 @@ LAGS = (1, 2, 3, 4, 7, 8, 16, 31, 32, 33, 64, 128, 256, 768, 1024, 4096)
 STRAY = 5  # standard deviations
 
 
+def even(noise: Tensor) -> np.ndarray:
+    """Noise as numbers from 0 to 1."""
+    return noise.double().numpy() * NOISE_UNIT + 0.5
+
+
 def draw(step: int, stream: int = 0, index: Tensor = INDEX) -> np.ndarray:
-    return uniform(mix(index, torch.tensor(step, dtype=torch.int32)), stream).double().numpy()
+    return even(noise(mix(index, torch.tensor(step, dtype=torch.int32)), stream))
 
 
 def excess(cells: np.ndarray, count: int) -> float:
@@ -48,8 +53,8 @@ def check_independent(a: np.ndarray, b: np.ndarray) -> None:
 @pytest.mark.parametrize("step", STEPS)
 def test_draws_are_even(stream: int, step: int):
     u = draw(step, stream)
-    assert u.min() >= 0 and u.max() < 1
-    assert np.array_equal(u * 2**24, np.floor(u * 2**24))
+    assert u.min() >= 0 and u.max() <= 1
+    assert abs(u.mean() - 0.5) < STRAY / math.sqrt(12 * len(u))
     assert abs(excess((u * 256).astype(int), 256)) < STRAY
     ranks = np.arange(1, len(u) + 1) / len(u)
     assert np.abs(np.sort(u) - ranks).max() < 2.2 / math.sqrt(len(u))  # Kolmogorov–Smirnov, 1 in 10,000
@@ -65,7 +70,7 @@ def test_rare_draws_are_as_rare_as_they_should_be(share: float):
 @pytest.mark.parametrize("element", [0, 1, 5, 2**20, -1])
 def test_draws_of_one_element_are_even_and_independent_over_steps(element: int):
     steps = torch.arange(2**16, dtype=torch.int32)
-    u = uniform(mix(torch.tensor(element, dtype=torch.int32), steps), 0).double().numpy()
+    u = even(noise(mix(torch.tensor(element, dtype=torch.int32), steps), 0))
     assert abs(excess((u * 256).astype(int), 256)) < STRAY
     for lag in (1, 2, 3, 4, 8, 10, 100):
         check_independent(u[:-lag], u[lag:])
@@ -90,7 +95,7 @@ def test_steps_are_independent(later: int):
 def test_compiled_draws_equal_eager_ones():
     def draws(index: Tensor, step: Tensor) -> tuple[Tensor, ...]:
         bits = mix(index, step)
-        return bits, *(uniform(bits, stream) for stream in range(len(STREAMS)))
+        return bits, *(noise(bits, stream) for stream in range(len(STREAMS)))
 
     compiled = Compiled(draws)
     for start, step in ((0, 0), (2**31 - COUNT // 2, 1), (-(2**31), 2**31 - 1)):
@@ -107,34 +112,40 @@ def test_draws_are_the_hash_written_down():
         bits = ((bits ^ (bits >> 16)) * 2146121005) & mask
         bits ^= bits >> 15
         odd = [2221713035, 747796405, 3266489909, 1540483477, 3432918353, 461845907][stream]
-        expected = ((bits * odd) & mask) >> 8
+        drawn = (bits * odd) & mask
+        expected = drawn - 2**32 if drawn >= 2**31 else drawn
         signed = torch.tensor(index, dtype=torch.int64).to(torch.int32)
-        u = uniform(mix(signed, torch.tensor(step, dtype=torch.int32)), stream)
-        assert u.item() == expected / 2**24
+        bits_drawn = mix(signed, torch.tensor(step, dtype=torch.int32))
+        assert noise(bits_drawn, stream).item() == np.float32(expected)
 
 
 SHAPES = [(64, 32), (6, 75), (5, 33), (4, 3, 50), (2, 3, 5, 7), (70,), (7,)]
 
 
+def check_phases(block: Tensor, start: int) -> None:
+    """That the block, which holds the positions of its elements, draws what those positions draw."""
+    step = torch.tensor(3, dtype=torch.int32)
+    phases = phases_of(torch.tensor(start)) + sum(block_phases(block))
+    assert torch.equal(mix_phases(phases, step), mix(block.to(torch.int32), step))
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_element_index_is_the_position_in_the_contiguous_tensor(shape: tuple[int, ...]):
+def test_phases_are_those_of_the_position_in_the_contiguous_tensor(shape: tuple[int, ...]):
     position = torch.arange(math.prod(shape), dtype=torch.int32).view(shape)
     rows = Rows(shape, 32)
     blocks = rows.blocks(position)
     for block in blocks:
-        assert torch.equal(element_index(block, int(block.flatten()[0])), block)
+        check_phases(block, int(block.flatten()[0]))
     assert sum(block.numel() for block in blocks) == position.numel()
 
 
-def test_element_index_of_a_strided_view():
+def test_phases_of_a_strided_view():
     position = torch.arange(4 * 6 * 10, dtype=torch.int32).view(4, 6, 10)
     view = position[1:, ::2, 3:9]
-    assert torch.equal(element_index(view, int(view[0, 0, 0])), view)
-    assert torch.equal(element_index(position.transpose(0, 2), 0), position.transpose(0, 2))
+    check_phases(view, int(view[0, 0, 0]))
+    check_phases(position.transpose(0, 2), 0)
 
 
-def test_element_index_wraps_at_32_bits():
-    for start in (2**31 - 2, torch.tensor(2**31 - 2, dtype=torch.int32)):
-        index = element_index(torch.zeros(4), start)
-        assert index.tolist() == [2**31 - 2, 2**31 - 1, -(2**31), -(2**31) + 1]
-        assert bits_of(index).dtype == torch.int32
+def test_phases_wrap_at_32_bits():
+    for start in (2**31 - 2, 2**32 - 2, 5 * 2**32 + 7):
+        check_phases(torch.arange(start, start + 4).remainder(2**32), start)

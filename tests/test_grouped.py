@@ -17,8 +17,7 @@ from quant import ROOT8, SIGNED8, Compander, Grouped, dequantize, quantize
 from quant.bounds import GROUPS, grouped_bound, mean_bend
 from quant.compand import FOURTH_ROOT, LINEAR, SOFTSIGN, SQUARE_ROOT, Y, mu_law, rational
 from quant.compand import X as PHI
-from quant.dither import mix, uniform
-from quant.grouped import DITHER_MARGIN
+from quant.dither import DITHER_MARGIN, NOISE_UNIT, mix, noise
 
 FORMATS = [*GROUPS, Grouped(LINEAR, signed=False), Grouped(SOFTSIGN, signed=False), Grouped(mu_law(), signed=False)]
 ROUNDINGS = ("nearest", "dither")
@@ -46,9 +45,9 @@ each_compiled = pytest.mark.parametrize("format", COMPILED, ids=name)
 each_rounding = pytest.mark.parametrize("rounding", ROUNDINGS)
 
 
-def uniforms(shape: tuple[int, ...], step: int = 0) -> Tensor:
+def noises(shape: tuple[int, ...], step: int = 0) -> Tensor:
     index = torch.arange(math.prod(shape), dtype=torch.int32).view(shape)
-    return uniform(mix(index, torch.tensor(step, dtype=torch.int32)), stream=0)
+    return noise(mix(index, torch.tensor(step, dtype=torch.int32)), stream=0)
 
 
 def groups(seed: int, signed: bool, size: int = 32) -> Tensor:
@@ -88,7 +87,7 @@ def check_scales(x: Tensor, scales: Tensor) -> None:
 @settings(max_examples=30)
 def test_error_is_within_the_bound_and_scale_is_the_least(format: Grouped, seed: int):
     x = groups(seed, format.signed)
-    for rounding, (_, scales, decoded) in EAGER[format](x, uniforms(x.shape, seed % 2**31)).items():
+    for rounding, (_, scales, decoded) in EAGER[format](x, noises(x.shape, seed % 2**31)).items():
         check_bound(format, rounding, x, scales, decoded)
         check_scales(x, scales)
 
@@ -98,7 +97,7 @@ def test_error_is_within_the_bound_and_scale_is_the_least(format: Grouped, seed:
 @settings(max_examples=30)
 def test_compiled_error_is_within_the_bound_and_equals_eager_bit_for_bit(format: Grouped, seed: int):
     x = groups(seed, format.signed)
-    args = x, uniforms(x.shape, seed % 2**31)
+    args = x, noises(x.shape, seed % 2**31)
     eager = EAGER[format](*args)
     for rounding, (codes, scales, decoded) in COMPILED_TRIPS[format](*args).items():
         check_bound(format, rounding, x, scales, decoded)
@@ -112,7 +111,7 @@ def test_compiled_error_is_within_the_bound_and_equals_eager_bit_for_bit(format:
 def test_bound_holds_for_every_group_size(format: Grouped, size: int, rounding: str):
     format = Grouped(format.compander, format.signed, size)
     x = groups(size, format.signed, size)
-    codes, scales = format.encode(x, uniforms(x.shape) if rounding == "dither" else None)
+    codes, scales = format.encode(x, noises(x.shape) if rounding == "dither" else None)
     check_bound(format, rounding, x, scales, format.decode(codes, scales))
 
 
@@ -133,8 +132,8 @@ def test_bound_is_tight_for_nearest(format: Grouped):
 def test_bound_is_tight_for_dither(format: Grouped):
     x = dense(format)
     shares = []
-    for u in (0.0, 1 - 2.0**-24):  # always the upper code, almost always the lower
-        codes, scales = format.encode(x, torch.full_like(x, u))
+    for edge in (-0.5, 0.5):  # always the lower code, always the upper
+        codes, scales = format.encode(x, torch.full_like(x, edge / NOISE_UNIT))
         shares.append(check_bound(format, "dither", x, scales, format.decode(codes, scales)).max())
     assert max(shares) > 0.99
 
@@ -155,7 +154,7 @@ def test_dithered_codes_and_values_are_right_on_average(format: Grouped):
     ratio = np.concatenate([[1.0], np.random.default_rng(3).uniform(0.01, 1, 31)]).astype(np.float32)
     sign = np.where(np.arange(32) % 2 == 0, 1, -1) if format.signed else np.ones(32)
     x = torch.from_numpy(ratio * sign).float()
-    codes, scales = format.encode(x.expand(draws, 32), uniforms((draws, 32)))
+    codes, scales = format.encode(x.expand(draws, 32), noises((draws, 32)))
     values = format.decode(codes, scales).double()
 
     exact_codes = format.levels * sign * phi(ratio.astype(float))
@@ -182,7 +181,7 @@ def test_whole_codes_come_back_to_within_the_margin_of_dither(format: Grouped):
 @each_format
 def test_dither_chooses_between_the_two_neighbours(format: Grouped):
     x = dense(format, 2**14)
-    codes, scales = format.encode(x, uniforms(x.shape))
+    codes, scales = format.encode(x, noises(x.shape))
     decoded = format.decode(codes, scales)[0].double().numpy()
     below, above = neighbours(format, x[0].double().numpy())
     inside = x[0].numpy() > above.min()
@@ -196,7 +195,11 @@ def test_representable_values_stay_whatever_is_drawn(format: Grouped, scale: flo
     codes = torch.arange(-format.levels if format.signed else 0, format.levels + 1).to(format.dtype)[None]
     scales = torch.tensor([[scale]]).to(torch.bfloat16)
     x = format.decode(codes, scales)
-    for u in (None, torch.zeros_like(x), torch.full_like(x, 1 - 2.0**-24), *(uniforms(x.shape, t) for t in range(64))):
+    for u in (
+        None,
+        *(torch.full_like(x, edge / NOISE_UNIT) for edge in (-0.5, 0.5)),
+        *(noises(x.shape, t) for t in range(64)),
+    ):
         again, again_scales = format.encode(x, u)
         assert torch.equal(again, codes)
         assert torch.equal(again_scales, scales)
@@ -208,7 +211,7 @@ def test_zero_stays_zero(format: Grouped, rounding: str):
     x = torch.zeros(3, 32)
     x[0, 5] = 1e-3
     x[1] = -0.0
-    codes, scales = format.encode(x, uniforms(x.shape) if rounding == "dither" else None)
+    codes, scales = format.encode(x, noises(x.shape) if rounding == "dither" else None)
     decoded = format.decode(codes, scales)
     assert torch.equal(decoded == 0, x == 0)
     assert not scales[1:].any()
@@ -220,7 +223,7 @@ def test_unsigned_value_above_zero_never_vanishes(format: Grouped, rounding: str
     x = torch.logspace(-37, 0, COUNT).view(-1, 32)
     x[:, -1] = 1.0
     x[0, 0] = 1e-45
-    codes, scales = format.encode(x, uniforms(x.shape) if rounding == "dither" else None)
+    codes, scales = format.encode(x, noises(x.shape) if rounding == "dither" else None)
     assert (codes > 0).all()
     assert (format.decode(codes, scales) > 0).all()
 
@@ -232,7 +235,7 @@ def test_what_is_not_finite_poisons_its_own_group_alone(format: Grouped, roundin
     if poison < 0 and not format.signed:
         poison = math.inf
     x = groups(4, format.signed)[:64].clone()
-    u = uniforms(x.shape) if rounding == "dither" else None
+    u = noises(x.shape) if rounding == "dither" else None
     clean = format.decode(*format.encode(x, u))
     x[10, 3] = poison
     codes, scales = format.encode(x, u)
@@ -247,7 +250,7 @@ def test_compiled_poison_equals_eager(format: Grouped):
     x = groups(5, format.signed)
     for row, poison in enumerate((math.nan, math.inf, 3.4e38, 1e38, 1e-40, 0.0)):
         x[row, row] = poison
-    args = x, uniforms(x.shape)
+    args = x, noises(x.shape)
     eager, compiled = EAGER[format](*args), COMPILED_TRIPS[format](*args)
     for rounding in ROUNDINGS:
         results = zip(compiled[rounding], eager[rounding], strict=True)
@@ -261,7 +264,7 @@ def test_compiled_poison_equals_eager(format: Grouped):
 def test_huge_and_tiny_values_err_within_the_bound(format: Grouped, rounding: str):
     huge = min(1e38, format.compander.largest_scale(format.levels))
     x = torch.tensor([[huge], [huge / 1e3], [1e-30], [1e-36], [1e-40], [1e-45]]) * torch.linspace(0, 1, 32)
-    codes, scales = format.encode(x, uniforms(x.shape) if rounding == "dither" else None)
+    codes, scales = format.encode(x, noises(x.shape) if rounding == "dither" else None)
     check_bound(format, rounding, x, scales, format.decode(codes, scales))
     check_scales(x, scales)
 
@@ -321,7 +324,7 @@ def test_every_group_is_quantized_by_itself(shape: tuple[int, ...], options: dic
         for number, at in enumerate(position[row].split(format.group_size)):
             u = None
             if "rounding" in options:
-                u = uniform(mix(at, torch.tensor(options.get("step", 0), dtype=torch.int32)), stream=0)
+                u = noise(mix(at, torch.tensor(options.get("step", 0), dtype=torch.int32)), stream=0)
             group_codes, group_scale = format.encode(x.flatten()[at.long()], u)
             assert torch.equal(codes.flatten()[at.long()], group_codes)
             assert torch.equal(scale_rows[row, number : number + 1], group_scale)

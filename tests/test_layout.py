@@ -10,9 +10,9 @@ ROOT = Path(__file__).parent.parent
 
 # A module may import only what stands before it in its package's list; `rules` is every file of rules/.
 ORDER: dict[str, list[str]] = {
-    "quant": ["ulp", "format", "split", "dither", "compand", "grouped", "bounds"],
+    "quant": ["ulp", "format", "dither", "split", "compand", "grouped", "bounds"],
     "flashopt_compile": [
-        *("rule", "rules", "storage", "step", "compiled", "options", "checkpoint", "numerics"),
+        *("rule", "rules", "storage", "step", "batch", "compiled", "options", "checkpoint", "numerics"),
         *("optimizer", "optimizers"),
     ],
 }

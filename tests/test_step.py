@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,12 @@ from torch import Tensor
 from torch.nn import Parameter
 from training import assert_identical, give_gradients, held, parameters, stored, train
 
-from flashopt_compile import SIGNED8, FlashAdamW, FlashOptimizer, FlashSGD, Moved, rule, step, storage
+from flashopt_compile import SIGNED8, FlashAdamW, FlashOptimizer, FlashSGD, Moved, batch, rule
+from flashopt_compile.batch import Batch, Run
 from flashopt_compile.rules.adamw import adamw
-from flashopt_compile.step import Step, step_parameter, wrapped_int32
+from flashopt_compile.step import Place, Step
 from flashopt_compile.storage import storage_of
 from quant import Grouped
-from quant.dither import element_index
 
 SHAPES = [(96, 64), (64, 50), (50, 33), (40, 31), (16, 8, 3, 3), (6, 5, 70), (1, 2049), (77,)]
 HYPER = {
@@ -31,6 +32,12 @@ def step_for(shape: tuple[int, ...], rounding: str = "dither") -> Step:
     return Step(adamw, storage_of(adamw, torch.bfloat16, shape, 24, True), rounding, maximize=False)
 
 
+def whole_step(one: Step, tensors: list[Tensor], t: Tensor, run: Run = Step.__call__) -> None:
+    batch = Batch(run)
+    batch.add(one, tensors, t, HYPER)
+    batch.flush()
+
+
 def fresh_tensors(one: Step, shape: tuple[int, ...]) -> list[Tensor]:
     """Head, gradient and the rest of a parameter after one step, so that no state is zero."""
     (head,) = parameters([shape])
@@ -38,25 +45,33 @@ def fresh_tensors(one: Step, shape: tuple[int, ...]) -> list[Tensor]:
     assert head.grad is not None
     rest = [torch.zeros(part.shape, dtype=part.dtype) for part in one.storage.parts(shape).values()]
     tensors = [head.detach(), head.grad, *rest]
-    step_parameter(one, one, tensors, torch.tensor(1.0), HYPER)
+    whole_step(one, tensors, torch.tensor(1.0))
     return tensors
 
 
 @pytest.mark.parametrize("rounding", ["dither", "nearest"])
-@pytest.mark.parametrize("chunk", [32, 96, 1000])
+@pytest.mark.parametrize("chunk, small", [(64, 0), (96, 20), (1000, 100), (1000, 10**6)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_chunks_give_the_bits_of_the_whole(
-    shape: tuple[int, ...], chunk: int, rounding: str, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...], chunk: int, small: int, rounding: str, monkeypatch: pytest.MonkeyPatch
 ):
     one = step_for(shape, rounding)
     whole, cut = fresh_tensors(one, shape), fresh_tensors(one, shape)
-    step_parameter(one, one, whole, torch.tensor(2.0), HYPER)
-    calls = []
-    monkeypatch.setattr(storage, "CHUNK_ELEMENTS", chunk)
-    monkeypatch.setattr(step, "CHUNK_ELEMENTS", chunk)
-    step_parameter(one, lambda *block: (calls.append(1), one(*block))[0], cut, torch.tensor(2.0), HYPER)
+    whole_step(one, whole, torch.tensor(2.0))
+    sizes = []
+
+    def run(one: Step, block: Sequence[Tensor], *rest: Any) -> None:
+        assert block[0].dim() == 2 and len(block[0]) > 1 and all(tensor.is_contiguous() for tensor in block)
+        sizes.append(block[0].numel())
+        one(block, *rest)
+
+    monkeypatch.setattr(batch, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(batch, "SMALL_ELEMENTS", small)
+    whole_step(one, cut, torch.tensor(2.0), run)
     assert_identical(cut, whole)
-    assert len(calls) >= whole[0].numel() // chunk
+    assert sum(sizes) >= whole[0].numel()
+    if small < chunk:
+        assert max(sizes) <= max(2 * chunk, 4 * whole[0][0].numel())
 
 
 @pytest.mark.parametrize("cuts", [[0, 1], [0, 3, 4], [0, 0, 2]], ids=str)
@@ -66,12 +81,12 @@ def test_shards_of_rows_give_the_bits_of_the_whole(shape: tuple[int, ...], cuts:
     one = step_for(shape)
     whole, sharded = fresh_tensors(one, shape), fresh_tensors(one, shape)
     t = torch.tensor(2.0)
-    step_parameter(one, one, whole, t, HYPER)
+    whole_step(one, whole, t)
     row_elements = whole[0].numel() // shape[0]
     for first, last in zip(cuts, [*cuts[1:], shape[0]], strict=True):
         own = [tensor[first:last].clone() for tensor in sharded]
         for start, block in one.storage.blocks(tuple(own[0].shape), own):
-            one(block, t, wrapped_int32(first * row_elements + start), HYPER)
+            one(block, t, Place.of(block[0], first * row_elements + start), HYPER)
         for tensor, part in zip(sharded, own, strict=True):
             tensor[first:last] = part
     assert_identical(sharded, whole)
@@ -81,17 +96,10 @@ def test_strided_parameters_are_stepped_in_bounded_slabs(monkeypatch: pytest.Mon
     (plain,) = parameters([(100, 64)])
     strided = Parameter(plain.detach().t().contiguous().t())
     train(one := FlashAdamW([plain], eager=True), range(2))
-    monkeypatch.setattr(storage, "CHUNK_ELEMENTS", 640)
-    monkeypatch.setattr(step, "CHUNK_ELEMENTS", 640)
+    monkeypatch.setattr(batch, "CHUNK_ELEMENTS", 640)
+    monkeypatch.setattr(batch, "SMALL_ELEMENTS", 0)
     train(other := FlashAdamW([strided], eager=True), range(2))
     assert_identical(stored(other), stored(one))
-
-
-def test_positions_wrap_as_int32_does():
-    block = torch.zeros(4, 32)
-    for position in (0, 5, 2**31 - 7, 2**31, 2**32 - 1, 2**32 + 5, 7 * 2**32 + 11):
-        index = element_index(block, wrapped_int32(position)).long() & 0xFFFFFFFF
-        assert torch.equal(index.flatten(), (torch.arange(128) + position) & 0xFFFFFFFF)
 
 
 def test_draws_differ_between_elements_and_steps():
@@ -112,7 +120,7 @@ def test_nearest_draws_nothing():
     here, there = fresh_tensors(one, (64, 64)), fresh_tensors(one, (64, 64))
     for tensors, position in ((here, 0), (there, 12345)):
         ((_, block),) = one.storage.blocks((64, 64), tensors)
-        one(block, torch.tensor(2.0), wrapped_int32(position), HYPER)
+        one(block, torch.tensor(2.0), Place.of(block[0], position), HYPER)
     assert_identical(here, there)
 
 

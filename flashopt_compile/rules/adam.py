@@ -1,6 +1,6 @@
 """Adam (Kingma & Ba, 2015), its weight decay an L2 penalty on the gradient."""
 
-from flashopt_compile.rule import Moved, rule, unbias
+from flashopt_compile.rule import Moved, debias, rule
 from quant.grouped import ROOT8, SIGNED8
 from quant.ulp import sqrt
 
@@ -11,4 +11,5 @@ def adam(w, g, m, v, t, *, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0
     g = g + weight_decay * w
     m = m + (1 - b1) * (g - m)
     v = v + (1 - b2) * (g * g - v)
-    return Moved(w, -lr * unbias(m, b1, t) / (sqrt(unbias(v, b2, t)) + eps)), m, v
+    d = sqrt(v) * debias(b2, t, power=0.5) + eps
+    return Moved(w, -(lr * debias(b1, t)) * m / d), m, v

@@ -8,4 +8,4 @@ from quant.grouped import SIGNED8
 def lion(w, g, m, t, *, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0):
     b1, b2 = betas
     update = (m + (1 - b1) * (g - m)).sign()
-    return Moved(w, -lr * (update + weight_decay * w)), m + (1 - b2) * (g - m)
+    return Moved(w, -lr * update - (lr * weight_decay) * w), m + (1 - b2) * (g - m)

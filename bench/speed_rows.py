@@ -1,0 +1,88 @@
+"""What `bench.speed` found, row by row: filled in there, printed and saved from here, drawn by `speed_picture`."""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from bench.bounds_page import markdown
+
+HEADER = ("work", "baseline", "baseline ms", "ours ms", "ratio", "goal", "pass/FAIL")
+COMPARISONS = {"≥": operator.ge, "≤": operator.le}
+
+
+def with_unit(number: float, unit: str, digits: int | None = None) -> str:
+    """Three digits behind the point below 10, one below 100, or as few as needed where `digits` is 0."""
+    digits = (3 if number < 10 else 1 if number < 100 else 0) if digits is None else digits
+    shown = f"{number:.{digits}f}" if digits else f"{number:g}"
+    return f"{shown}×" if unit == "×" else f"{shown} {unit}"
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a figure should be: Goal("≥", 1.0)."""
+
+    comparison: str
+    limit: float
+
+    def is_met_by(self, value: float) -> bool:
+        return COMPARISONS[self.comparison](value, self.limit)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure: the ratio of the two minima or, where it is something else, `figure` in `unit`.
+
+    `note` says why there is none ("skipped: ..." or "failed: ...") or what belongs to it; `minima_ms` holds the
+    times behind a figure that has more than two.
+    """
+
+    work: str
+    baseline: str = "–"
+    goal: Goal | None = None
+    baseline_ms: float | None = None
+    ours_ms: float | None = None
+    figure: float | None = None
+    unit: str = "×"
+    rounds: int = 1
+    minima_ms: dict[str, float] = field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def value(self) -> float | None:
+        if self.figure is not None:
+            return self.figure
+        if self.baseline_ms is None or self.ours_ms is None:
+            return None
+        return self.baseline_ms / self.ours_ms
+
+    @property
+    def is_race(self) -> bool:
+        """Whether it is about two contenders, measured or not."""
+        return self.baseline != "–"
+
+    @property
+    def has_passed(self) -> bool | None:
+        return None if self.value is None or self.goal is None else self.goal.is_met_by(self.value)
+
+    @property
+    def verdict(self) -> str:
+        if self.value is None:
+            return self.note.partition(":")[0]
+        return {True: "pass", False: "FAIL", None: "–"}[self.has_passed]
+
+    def cells(self) -> tuple[str, ...]:
+        times = ("–" if each is None else f"{each:,.2f}" for each in (self.baseline_ms, self.ours_ms))
+        value = "–" if self.value is None else with_unit(self.value, self.unit)
+        goal = f"{self.goal.comparison} {with_unit(self.goal.limit, self.unit, digits=0)}" if self.goal else "–"
+        return (self.work, self.baseline, *times, value, goal, self.verdict)
+
+    def record(self) -> dict[str, Any]:
+        """All fields and what follows from them, as JSON holds it."""
+        return {**asdict(self), "value": self.value, "passed": self.has_passed}
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A Markdown table, and under it the notes."""
+    notes = [row.note for row in rows if row.note]
+    return "\n".join([markdown(HEADER, [row.cells() for row in rows], left=2), *([""] if notes else []), *notes])
