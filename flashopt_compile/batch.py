@@ -1,201 +1,211 @@
-"""Whole parameters → blocks of whole rows for one call each: large ones cut up, small and uneven ones put together."""
+"""Pieces → blocks, a call each: large parameters are cut up, small and uneven ones put together."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from flashopt_compile.pieces import Piece, lane_phases, no_phase, row_phases
 from flashopt_compile.step import Numbers, Place, Step
 from quant.dither import phases_of
 
 # Elements worked on at once: enough to hide the cost of a call, few enough for the second pass to find them in cache.
 CHUNK_ELEMENTS = 1 << 19
 # Parameters with fewer are copied together: a call costs more than the copies.
-SMALL_ELEMENTS = 1 << 15
-# The length of a row where no state is grouped.
-FLAT_COLUMNS = 32
+SMALL_ELEMENTS = 1 << 16
 
 Run = Callable[[Step, Sequence[Tensor], Tensor, Place, Numbers], None]
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Part of a parameter (head, gradient, then the rest), its rows padded to whole groups on the way to a block."""
+class Pack:
+    """Small pieces that become one block, and the memory they share from step to step.
 
-    tensors: Sequence[Tensor]
-    scales: Sequence[bool]
-    start: int
-    columns: int
-    group_size: int
+    Head and gradient belong to the model and are copied each time. The rest moves into a block of its own on first
+    use: the tensors of the optimizer's state stay what they are, and become views of it. Only guests are copied to and
+    fro: rows that end in short groups, which a block pads, strided parameters, and parts of large ones.
+    """
 
-    @property
-    def elements(self) -> int:
-        return self.tensors[0].numel()
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self.pieces = pieces
+        self.group_size, self.scales = pieces[0].group_size, pieces[0].scales
+        device = pieces[0].stored[0].device
+        phases = torch.cat([piece.phases() for piece in pieces])
+        self.place = Place(no_phase(device), phases, lane_phases(self.group_size, device))
+        # How a part's flat block is cut: the lengths of its pieces and their padding, and which of them are pieces.
+        self._lengths: dict[bool, list[int]] = {False: [], True: [piece.rows for piece in pieces]}
+        self._slots: dict[bool, list[int]] = {False: [], True: list(range(len(pieces)))}
+        for piece in pieces:
+            self._slots[False].append(len(self._lengths[False]))
+            if piece.is_plain:
+                self._lengths[False] += [piece.elements, piece.padding] if piece.padding else [piece.elements]
+            else:
+                self._lengths[False].append(piece.rows * self.group_size)
+        self._guests = [number for number, piece in enumerate(pieces) if not (piece.is_plain and piece.is_whole)]
+        heads = [piece.stored[0] for piece in pieces]
+        self._heads = [head.view(-1) if piece.is_plain else head for piece, head in zip(pieces, heads, strict=True)]
+        self._rest: list[Tensor] = []
+        self._places: list[list[Tensor]] = []
 
-    @property
-    def padding(self) -> int:
-        return -self.columns % self.group_size
+    def block(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of head and gradient, and the rest."""
+        if any(piece.home is not self for piece in self.pieces):
+            self._take_in()
+        else:
+            self._copy_guests(back=False)
+        head, grad = (torch.cat(self._flat(tensors, False)) for tensors in (self._heads, grads))
+        return [head.view(-1, self.group_size), grad.view(-1, self.group_size), *self._rest]
 
-    @property
-    def rows(self) -> int:
-        return self.elements // self.columns * ((self.columns + self.padding) // self.group_size)
+    def write_back(self, block: Sequence[Tensor]) -> None:
+        """Copy the head, and what else is not of this memory, to where it came from."""
+        sources = self._cut(block[0], False)
+        for number in self._guests:
+            sources[number] = self._like(self.pieces[number], sources[number], self._heads[number], False)
+        torch._foreach_copy_(self._heads, sources)  # pyright: ignore[reportPrivateImportUsage]
+        self._copy_guests(back=True)
 
-    def staged(self) -> list[Tensor]:
-        """Copies or views of the tensors as a block."""
-        return [
-            tensor.reshape(-1, 1) if is_scale else self._padded(tensor).reshape(-1, self.group_size)
-            for tensor, is_scale in zip(self.tensors, self.scales, strict=True)
-        ]
+    def _take_in(self) -> None:
+        self._rest, self._places = [], []
+        for number, is_scale in enumerate(self.scales[1:], start=1):
+            tensors = [piece.stored[number] for piece in self.pieces]
+            whole = torch.cat(self._flat(tensors, is_scale)).view(-1, 1 if is_scale else self.group_size)
+            places = self._cut(whole, is_scale)
+            for piece, tensor, place in zip(self.pieces, tensors, places, strict=True):
+                if piece.is_plain and piece.is_whole:
+                    tensor.data = place.view(tensor.shape)
+            self._rest.append(whole)
+            self._places.append(places)
+        for piece in self.pieces:
+            piece.home = self
 
-    def _padded(self, tensor: Tensor) -> Tensor:
-        return F.pad(tensor.reshape(-1, self.columns), (0, self.padding)) if self.padding else tensor
+    def _copy_guests(self, back: bool) -> None:
+        for number in self._guests:
+            piece = self.pieces[number]
+            for tensor, is_scale, places in zip(piece.stored[1:], self.scales[1:], self._places, strict=True):
+                place = places[number]
+                if not back:
+                    place.copy_(self._flat_piece(piece, tensor, is_scale))
+                else:
+                    tensor.copy_(self._like(piece, place, tensor, is_scale))
 
-    def unstaged(self, block: Tensor, like: Tensor, is_scale: bool) -> Tensor:
-        """The part of `like` that came out in `block`."""
-        if self.padding and not is_scale:
-            block = block.view(-1, self.columns + self.padding)[:, : self.columns]
-        return block.reshape(like.shape)
+    def _cut(self, whole: Tensor, is_scale: bool) -> list[Tensor]:
+        """The parts of a block that belong to each piece, flat."""
+        parts = whole.view(-1).split(self._lengths[is_scale])
+        return [parts[slot] for slot in self._slots[is_scale]]
 
-    def split_rows(self) -> Iterator["Piece"]:
-        """A contiguous piece row by row."""
-        rows = self.elements // self.columns
-        for row, tensors in enumerate(zip(*(tensor.view(rows, -1) for tensor in self.tensors), strict=True)):
-            yield replace(self, tensors=tensors, start=self.start + row * self.columns)
+    def _flat(self, tensors: Sequence[Tensor], is_scale: bool) -> list[Tensor]:
+        """One tensor of each piece, and their padding, to be joined."""
+        flat: list[Tensor] = []
+        for piece, tensor in zip(self.pieces, tensors, strict=True):
+            flat.append(self._flat_piece(piece, tensor, is_scale))
+            if piece.padding and piece.is_plain and not is_scale:
+                flat.append(no_elements(piece.padding, tensor.dtype, tensor.device))
+        return flat
 
-    def whole_groups(self) -> "Piece":
-        """A row without the short group that ends it."""
-        whole = self.columns - self.columns % self.group_size
-        return replace(self, tensors=self._cut(0, whole // self.group_size), columns=whole)
+    def _like(self, piece: Piece, flat: Tensor, like: Tensor, is_scale: bool) -> Tensor:
+        return flat.view(like.shape) if is_scale or piece.is_plain else piece.unstaged(flat, like)
 
-    def short_group(self) -> "Piece":
-        whole = self.columns - self.columns % self.group_size
-        tensors = self._cut(whole // self.group_size, None)
-        return replace(self, tensors=tensors, start=self.start + whole, columns=self.columns - whole)
-
-    def _cut(self, first: int, last: int | None) -> list[Tensor]:
-        """The groups of a row from `first` to before `last`."""
-        ends = [(end and end * self.group_size, end) for end in (first, last)]
-        return [
-            tensor[ends[0][is_scale] : ends[1][is_scale]]
-            for tensor, is_scale in zip(self.tensors, self.scales, strict=True)
-        ]
-
-    def phases(self) -> Tensor:
-        rows = row_phases(self.elements // self.columns, self.columns, self.group_size, self.tensors[0].device)
-        return rows + phases_of(torch.tensor(self.start, device=rows.device)) if self.start else rows
+    def _flat_piece(self, piece: Piece, tensor: Tensor, is_scale: bool) -> Tensor:
+        return tensor.reshape(-1) if is_scale or piece.is_plain else piece.staged(tensor)
 
 
 @cache
-def row_phases(rows: int, columns: int, group_size: int, device: torch.device) -> Tensor:
-    """The phases of the first elements of all groups of `rows` rows."""
-    first = torch.arange(rows, device=device)[:, None] * columns
-    return phases_of((first + torch.arange(0, columns, group_size, device=device)).reshape(-1, 1))
-
-
-@cache
-def lane_phases(group_size: int, device: torch.device) -> Tensor:
-    return phases_of(torch.arange(group_size, device=device))
-
-
-@cache
-def no_phase(device: torch.device) -> Tensor:
-    return torch.zeros((), dtype=torch.int32, device=device)
+def no_elements(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The zeros that a block is padded with."""
+    return torch.zeros(count, dtype=dtype, device=device)
 
 
 @dataclass
 class Waiting:
-    """Small pieces that are to be stepped in one call."""
+    """Small pieces and their gradients, to be stepped in one call."""
 
     step: Step
     t: Tensor
     hyper: Numbers
     pieces: list[Piece] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
     rows: int = 0
 
 
 class Batch:
-    """Steps parameters through `run`, the small ones of like kind as one block."""
+    """Steps parameters through `run`, the small ones of like kind as one block.
 
-    def __init__(self, run: Run) -> None:
+    `packs` is for the caller to keep from step to step, while the pieces last: how those blocks are put together.
+    """
+
+    def __init__(self, run: Run, packs: dict[tuple[int, ...], Pack]) -> None:
         self._run = run
-        self._waiting: dict[tuple[int, int, float], Waiting] = {}
+        self._packs = packs
+        self._waiting: dict[tuple[int, int, float, torch.dtype], Waiting] = {}
 
-    def add(self, step: Step, tensors: Sequence[Tensor], t: Tensor, hyper: Numbers) -> None:
-        """Step a parameter (head, gradient, then the rest) now or, at the latest, on `flush`."""
-        head, grad = tensors[:2]
-        if not head.numel():
+    def add(self, step: Step, piece: Piece, grad: Tensor, t: Tensor, hyper: Numbers) -> None:
+        """Step a whole parameter now or, at the latest, on `flush`."""
+        if not piece.elements:
             return
-        key = id(step), id(hyper), t.item()
-        waiting = self._waiting.setdefault(key, Waiting(step, t, hyper))
-        scales, grouped = step.storage.scales, step.storage.grouped
-        if grouped is None:
-            size, columns = FLAT_COLUMNS, head.numel()
+        key = id(step), id(hyper), t.item(), grad.dtype
+        waiting = self._waiting.get(key)
+        if waiting is None:
+            waiting = self._waiting[key] = Waiting(step, t, hyper)
+        if piece.elements <= SMALL_ELEMENTS:
+            self._wait(waiting, piece, grad)
+        elif not (piece.stored[0].is_contiguous() and grad.is_contiguous()):
+            self._wait_in_slabs(waiting, piece, grad)
+        elif not piece.padding:
+            self._step_in_place(waiting, piece, grad)
+        elif piece.columns > max(SMALL_ELEMENTS, piece.group_size):
+            for place, part in piece.ends():
+                step_part = self._wait if part.padding else self._step_in_place
+                step_part(waiting, part, grad.view(-1)[place])
         else:
-            size, columns = grouped.group_size, grouped.rows(tuple(head.shape)).columns
-        whole = Piece(tensors, scales, 0, columns, size)
-        if whole.elements <= SMALL_ELEMENTS:
-            self._wait(waiting, whole)
-        elif not (head.is_contiguous() and grad.is_contiguous()):
-            self._wait_in_slabs(waiting, whole)
-        elif not whole.padding:
-            self._step_in_place(waiting, whole)
-        elif columns > max(SMALL_ELEMENTS, size):
-            for row in whole.split_rows():
-                self._step_in_place(waiting, row.whole_groups())
-                self._wait(waiting, row.short_group())
-        else:
-            self._wait_in_slabs(waiting, whole)
+            self._wait_in_slabs(waiting, piece, grad)
 
     def flush(self) -> None:
         """Step what waits."""
         for waiting in self._waiting.values():
             self._step_together(waiting)
 
-    def _wait(self, waiting: Waiting, piece: Piece) -> None:
+    def _wait(self, waiting: Waiting, piece: Piece, grad: Tensor) -> None:
         if waiting.rows + piece.rows > CHUNK_ELEMENTS // piece.group_size:
             self._step_together(waiting)
         waiting.pieces.append(piece)
+        waiting.grads.append(grad)
         waiting.rows += piece.rows
 
-    def _wait_in_slabs(self, waiting: Waiting, piece: Piece) -> None:
-        head = piece.tensors[0]
-        row_elements = head[0].numel()
-        length = max(1, CHUNK_ELEMENTS // row_elements)
-        for first in range(0, len(head), length):
-            slab = [tensor[first : first + length] for tensor in piece.tensors]
-            self._wait(waiting, replace(piece, tensors=slab, start=first * row_elements))
+    def _wait_in_slabs(self, waiting: Waiting, piece: Piece, grad: Tensor) -> None:
+        for place, slab in piece.slabs(CHUNK_ELEMENTS):
+            self._wait(waiting, slab, grad[place])
 
-    def _step_in_place(self, waiting: Waiting, piece: Piece) -> None:
-        device, size = piece.tensors[0].device, piece.group_size
-        length = CHUNK_ELEMENTS // size
-        lanes, rows = lane_phases(size, device), row_phases(length, size, size, device)
-        for number, block in enumerate(zip(*(tensor.split(length) for tensor in piece.staged()), strict=True)):
+    def _step_in_place(self, waiting: Waiting, piece: Piece, grad: Tensor) -> None:
+        head, *rest = (
+            tensor.view(-1, 1 if is_scale else piece.group_size)
+            for tensor, is_scale in zip(piece.stored, piece.scales, strict=True)
+        )
+        tensors = head, grad.view_as(head), *rest
+        size, length = piece.group_size, CHUNK_ELEMENTS // piece.group_size
+        lanes, rows = lane_phases(size, head.device), row_phases(length, size, size, head.device)
+        for number, block in enumerate(zip(*(tensor.split(length) for tensor in tensors), strict=True)):
+            start = piece.start + number * length * size
             if len(block[0]) == 1:  # Dynamo tells sizes of 1 apart
-                self._wait(waiting, Piece(block, piece.scales, piece.start + number * length * size, size, size))
-                continue
-            start = phases_of(torch.tensor(piece.start + number * length * size, device=device))
-            place = Place(start, rows[: len(block[0])], lanes)
-            self._run(waiting.step, list(block), waiting.t, place, waiting.hyper)
+                own = Piece([block[0], *block[2:]], piece.scales, start, size, size)
+                self._wait(waiting, own, block[1])
+            else:
+                place = Place(phases_of(torch.tensor(start, device=head.device)), rows[: len(block[0])], lanes)
+                self._run(waiting.step, list(block), waiting.t, place, waiting.hyper)
 
     def _step_together(self, waiting: Waiting) -> None:
-        pieces, waiting.pieces, waiting.rows = waiting.pieces, [], 0
+        pieces, grads = waiting.pieces, waiting.grads
+        waiting.pieces, waiting.grads, waiting.rows = [], [], 0
         if not pieces:
             return
-        device, size = pieces[0].tensors[0].device, pieces[0].group_size
         if len(pieces) == 1 and pieces[0].rows == 1:
-            pieces = pieces * 2  # Dynamo tells sizes of 1 apart: a single row goes twice
-        block = [torch.cat(parts) for parts in zip(*(piece.staged() for piece in pieces), strict=True)]
-        place = Place(no_phase(device), torch.cat([piece.phases() for piece in pieces]), lane_phases(size, device))
-        self._run(waiting.step, block, waiting.t, place, waiting.hyper)
-        lengths = [piece.rows for piece in pieces]
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        for number, (whole, is_scale) in enumerate(zip(block, pieces[0].scales, strict=True)):
-            if number != 1:  # the gradient stays as it is
-                for piece, part in zip(pieces, whole.split(lengths), strict=True):
-                    targets.append(piece.tensors[number])
-                    sources.append(piece.unstaged(part, piece.tensors[number], is_scale))
-        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+            pieces, grads = pieces * 2, grads * 2  # Dynamo tells sizes of 1 apart: a single row goes twice
+        key = tuple(map(id, pieces))
+        pack = self._packs.get(key)
+        if pack is None:
+            pack = Pack(pieces)
+            if all(piece.is_whole for piece in pieces):  # the others are new each time
+                self._packs[key] = pack
+        block = pack.block(grads)
+        self._run(waiting.step, block, waiting.t, pack.place, waiting.hyper)
+        pack.write_back(block)

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashopt_compile.batch import CHUNK_ELEMENTS, FLAT_COLUMNS, lane_phases, no_phase, row_phases
+from flashopt_compile.batch import CHUNK_ELEMENTS
+from flashopt_compile.pieces import FLAT_COLUMNS, lane_phases, no_phase, row_phases
 from flashopt_compile.step import Numbers, Place, Step
 
 Kernel = Callable[[Sequence[Tensor], Tensor, Place, Numbers], Tensor]
@@ -22,12 +23,12 @@ OPTIONS: dict[str, Any] = {"realize_opcount_threshold": 1000, "realize_reads_thr
 def run(step: Step, tensors: Sequence[Tensor], t: Tensor, place: Place, hyper: Numbers) -> None:
     """Step a contiguous block of at least two rows in place, by a kernel compiled on first use."""
     head, grad = tensors[:2]
-    kernel = compiled(step, grad.dtype, head.device, hyper)
+    kernel = kernel_of(step, grad.dtype, head.device, hyper)
     # The kernel does not write the head in place: a masked store to where the next load begins stalls it.
     head.copy_(kernel(tensors, t, place, hyper))
 
 
-def compiled(step: Step, grad_dtype: torch.dtype, device: torch.device, hyper: Numbers) -> Kernel:
+def kernel_of(step: Step, grad_dtype: torch.dtype, device: torch.device, hyper: Numbers) -> Kernel:
     """The kernel for blocks of any number of rows, compiled on the first call."""
     key = id(step), grad_dtype, device
     if key not in _kernels:

@@ -1,14 +1,17 @@
 """The face of the library: `torch.optim.Optimizer`s made of a rule, with the arguments everyone knows."""
 
 import inspect
+import operator
+import sys
+import time
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashopt_compile import checkpoint, compiled, numerics
-from flashopt_compile.batch import Batch
+from flashopt_compile.batch import Batch, Pack
 from flashopt_compile.options import (
     STORAGE_OPTIONS,
     check_gradient,
@@ -16,11 +19,28 @@ from flashopt_compile.options import (
     check_parameter,
     check_torch_options,
 )
+from flashopt_compile.pieces import Piece
 from flashopt_compile.rule import Rule
 from flashopt_compile.step import Numbers, Step, trace
 from flashopt_compile.storage import Storage, storage_of
 
 Group = dict[str, Any]
+Work = tuple[Group, str, Tensor, dict[str, Any]]
+
+
+class Entry(NamedTuple):
+    """How one parameter is stepped, and what that follows from."""
+
+    values: tuple[Any, ...]
+    state: tuple[Tensor, ...]
+    step: Step
+    piece: Piece
+
+
+def gradient(parameter: Tensor) -> Tensor:
+    """The gradient of a parameter that has one, apart from autograd."""
+    assert parameter.grad is not None
+    return parameter.grad.detach()
 
 
 class FlashOptimizer(torch.optim.Optimizer):
@@ -69,7 +89,8 @@ class FlashOptimizer(torch.optim.Optimizer):
             if name not in known:
                 raise TypeError(f"{owner}: unknown option {name!r}; allowed are {', '.join(known)}.")
         self.eager = eager
-        self._steps: dict[tuple[int, int, str, bool], Step] = {}
+        self._entries: dict[Tensor, Entry] = {}
+        self._packs: dict[tuple[int, ...], Pack] = {}
         super().__init__(params, {**known, **given})
 
     def add_param_group(self, param_group: Group) -> None:
@@ -109,29 +130,82 @@ class FlashOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work = list(self._work())
-        for group, name, parameter, state in work:
-            if parameter.grad is not None:
-                check_gradient(type(self).__name__, name, parameter, parameter.grad)
-                self._check_keys(group, name, parameter, state)
-        if self._has_nonfinite_gradient(work):
+        work = [item for item in self._work() if item[2].grad is not None]
+        owner = type(self).__name__
+        for _, name, parameter, _ in work:
+            check_gradient(owner, name, parameter)
+        if not work or self._has_nonfinite_gradient(work):
             return loss
         numbers = {id(group): self._numbers(group) for group in self.param_groups}
-        for group, name, parameter, state in work:
-            if group["check_numerics"] and parameter.grad is not None:
-                step = self._step_of(group, parameter)
-                tensors = self._tensors(step.storage, parameter, parameter.grad, state)
-                numerics.check_numerics(name, step, tensors, state["step"] + 1, numbers[id(group)])
-        batch = Batch(Step.__call__ if self.eager else compiled.run)
-        for group, _, parameter, state in work:
-            if parameter.grad is not None:
-                step = self._step_of(group, parameter)
-                state["step"] += 1
-                tensors = self._tensors(step.storage, parameter, parameter.grad, state)
-                run = trace if torch.compiler.is_compiling() else batch.add
-                run(step, tensors, state["step"], numbers[id(group)])
-        batch.flush()
+        if torch.compiler.is_compiling():
+            self._trace(work, numbers)
+        else:
+            self._run(work, numbers)
         return loss
+
+    def _run(self, work: list[Work], numbers: dict[int, Numbers]) -> None:
+        entries = [self._entry(*item) for item in work]
+        for entry, (group, name, parameter, state) in zip(entries, work, strict=True):
+            if group["check_numerics"]:
+                head, *rest = entry.piece.stored
+                tensors = [head, gradient(parameter), *rest]
+                numerics.check_numerics(name, entry.step, tensors, state["step"] + 1, numbers[id(group)])
+        batch = Batch(Step.__call__ if self.eager else compiled.run, self._packs)
+        torch._foreach_add_([state["step"] for *_, state in work], 1)  # pyright: ignore[reportPrivateImportUsage]
+        for entry, (group, _, parameter, state) in zip(entries, work, strict=True):
+            batch.add(entry.step, entry.piece, gradient(parameter), state["step"], numbers[id(group)])
+        batch.flush()
+
+    def _trace(self, work: list[Work], numbers: dict[int, Numbers]) -> None:
+        """Step inside a graph that the caller is compiling."""
+        for group, name, parameter, state in work:
+            self._check_keys(group, name, parameter, state)
+            storage = self._storage(group, parameter)
+            state["step"] += 1
+            step = Step(self.rule_of(group), storage, group["rounding"], group["maximize"])
+            trace(
+                step, self._tensors(storage, parameter, gradient(parameter), state), state["step"], numbers[id(group)]
+            )
+
+    def _entry(self, group: Group, name: str, parameter: Tensor, state: dict[str, Any]) -> Entry:
+        """How a parameter is stepped, worked out anew when anything it depends on is another than last time."""
+        options = (
+            self.rule_of(group),
+            group["master_weight_bits"],
+            group["quantize"],
+            group["rounding"],
+            group["maximize"],
+        )
+        values = parameter.data_ptr(), parameter.stride(), *options
+        entry = self._entries.get(parameter)
+        if entry is None or entry.values != values or not all(map(operator.is_, entry.state, state.values())):
+            self._check_keys(group, name, parameter, state)
+            step = self._step_of(group, parameter)
+            stored = parameter.detach(), *(state[key] for key in step.storage.parts(tuple(parameter.shape)))
+            entry = Entry(values, tuple(state.values()), step, Piece.of(step, stored))
+            self._entries[parameter] = entry
+            self._packs.clear()
+        return entry
+
+    @torch.no_grad()
+    def warmup(self, verbose: bool = True) -> None:
+        """Compile now what the first step would compile, for gradients of the parameters' dtypes.
+
+        `verbose` tells on stderr what is being compiled and how long it took. Nothing that the optimizer holds changes.
+        """
+        if self.eager:
+            return
+        kinds: dict[Any, tuple[Step, Group, Tensor]] = {}
+        for group, _, parameter, _ in self._work(make=False):
+            step = self._step_of(group, parameter)
+            if parameter.numel() and not compiled.is_compiled(step, parameter.dtype, parameter.device):
+                kinds[step, parameter.dtype, parameter.device] = step, group, parameter
+        for number, (step, group, parameter) in enumerate(kinds.values(), start=1):
+            begin = time.perf_counter()
+            compiled.kernel_of(step, parameter.dtype, parameter.device, self._numbers(group))
+            if verbose:
+                took = f"{time.perf_counter() - begin:.1f} s"
+                print(f"{type(self).__name__}: compiled {number} of {len(kinds)}, {step}: {took}", file=sys.stderr)
 
     def memory(self) -> dict[str, Any]:
         """Bytes that exist now: `parts` by kind, `parameters` by name, their `total`, and `per_parameter`.
@@ -169,7 +243,7 @@ class FlashOptimizer(torch.optim.Optimizer):
                 grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 yield step, self._tensors(step.storage, parameter, grad, state), state["step"], numbers
 
-    def _work(self, make: bool = True) -> Iterator[tuple[Group, str, Tensor, dict[str, Any]]]:
+    def _work(self, make: bool = True) -> Iterator[Work]:
         """Every parameter to be trained, with its group, name and state, made if need be."""
         for number, group in enumerate(self.param_groups):
             names = group.get("param_names") or [f"{number}.{position}" for position in range(len(group["params"]))]
@@ -184,13 +258,7 @@ class FlashOptimizer(torch.optim.Optimizer):
         return storage_of(self.rule_of(group), parameter.dtype, shape, group["master_weight_bits"], group["quantize"])
 
     def _step_of(self, group: Group, parameter: Tensor) -> Step:
-        rule, storage = self.rule_of(group), self._storage(group, parameter)
-        if torch.compiler.is_compiling():
-            return Step(rule, storage, group["rounding"], group["maximize"])
-        key = id(rule), id(storage), group["rounding"], group["maximize"]
-        if key not in self._steps:
-            self._steps[key] = Step.of(rule, storage, group["rounding"], group["maximize"])
-        return self._steps[key]
+        return Step.of(self.rule_of(group), self._storage(group, parameter), group["rounding"], group["maximize"])
 
     def _new_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
         parts = self._storage(group, parameter).parts(tuple(parameter.shape))
@@ -228,7 +296,7 @@ class FlashOptimizer(torch.optim.Optimizer):
             hyper["weight_decay"] = hyper["weight_decay"] / group["initial_lr"]
         return {name: tensor(value) for name, value in hyper.items()}
 
-    def _has_nonfinite_gradient(self, work: list[tuple[Group, str, Tensor, dict[str, Any]]]) -> bool:
+    def _has_nonfinite_gradient(self, work: list[Work]) -> bool:
         grads = [p.grad for group, _, p, _ in work if group["skip_nonfinite"] and p.grad is not None and p.numel()]
         if grads and torch.compiler.is_compiling():
             raise RuntimeError(
@@ -267,4 +335,4 @@ class FlashOptimizer(torch.optim.Optimizer):
             if isinstance(value, checkpoint.Opaque):
                 state["state"][parameter] = checkpoint.copied(value.state, parameter.device)
         super().__setstate__(state)
-        self._steps = {}
+        self._entries, self._packs = {}, {}

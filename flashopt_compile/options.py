@@ -101,8 +101,10 @@ def check_parameter(owner: str, name: str, parameter: Any) -> None:
         raise TypeError(f"{owner}: parameter {name} has dtype {parameter.dtype}; allowed are {allowed}.")
 
 
-def check_gradient(owner: str, name: str, parameter: Tensor, grad: Tensor) -> None:
-    """Raise TypeError or ValueError if `grad` cannot step `parameter`."""
+def check_gradient(owner: str, name: str, parameter: Tensor) -> None:
+    """Raise TypeError or ValueError if the gradient of `parameter`, which has one, cannot step it."""
+    grad = parameter.grad
+    assert grad is not None
     if grad.layout != torch.strided:
         raise TypeError(f"{owner}: the gradient of {name} has layout {grad.layout}; allowed is torch.strided.")
     if grad.dtype not in PARAMETER_DTYPES:

@@ -11,6 +11,7 @@ from torch import Tensor
 from flashopt_compile.rule import Moved, Rule
 from flashopt_compile.storage import Storage
 from quant.dither import block_phases, mix_phases, noise, phases_of
+from quant.grouped import Grouped
 
 Numbers = dict[str, Any]
 
@@ -41,6 +42,12 @@ class Step:
     def of(cls, rule: Rule, storage: Storage, rounding: str, maximize: bool) -> "Step":
         """The same object each time, to be told by its id: comparing formats takes longer than stepping a bias."""
         return _one_of_a_kind(rule, storage, rounding, maximize)
+
+    def __str__(self) -> str:
+        states = ", ".join(
+            f"{name} in {'8 bits' if isinstance(format, Grouped) else 'fp32'}" for name, format in self.storage.states
+        )
+        return f"{self.rule.name} of weights as {self.storage.weight}" + (f", {states}" if states else "")
 
     def compute(
         self, tensors: Sequence[Tensor], t: Tensor, place: Place, hyper: Numbers

@@ -41,8 +41,8 @@ class Storage:
 
     @property
     def scales(self) -> tuple[bool, ...]:
-        """Which of head, gradient and the tensors of `parts` hold one number a group."""
-        beside = (False,) * (len(self.weight.names) + 1)
+        """Which of the head and the tensors of `parts` hold one number a group."""
+        beside = (False,) * len(self.weight.names)
         return *beside, *(name == "scales" for _, format in self.states for name in format.names)
 
     def blocks(self, shape: tuple[int, ...], tensors: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
@@ -58,7 +58,7 @@ class Storage:
         rows = self.grouped.rows(shape)
         split = [
             rows.scale_blocks(tensor) if is_scale else rows.blocks(tensor)
-            for tensor, is_scale in zip(tensors, self.scales, strict=True)
+            for tensor, is_scale in zip(tensors, (False, *self.scales), strict=True)
         ]
         yield from zip(rows.starts, map(list, zip(*split, strict=True)), strict=True)
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 ORDER: dict[str, list[str]] = {
     "quant": ["ulp", "format", "dither", "split", "compand", "grouped", "bounds"],
     "flashopt_compile": [
-        *("rule", "rules", "storage", "step", "batch", "compiled", "options", "checkpoint", "numerics"),
+        *("rule", "rules", "storage", "step", "pieces", "batch", "compiled", "options", "checkpoint", "numerics"),
         *("optimizer", "optimizers"),
     ],
 }

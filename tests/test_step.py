@@ -14,6 +14,7 @@ from training import assert_identical, give_gradients, held, parameters, stored,
 
 from flashopt_compile import SIGNED8, FlashAdamW, FlashOptimizer, FlashSGD, Moved, batch, rule
 from flashopt_compile.batch import Batch, Run
+from flashopt_compile.pieces import Piece
 from flashopt_compile.rules.adamw import adamw
 from flashopt_compile.step import Place, Step
 from flashopt_compile.storage import storage_of
@@ -33,8 +34,9 @@ def step_for(shape: tuple[int, ...], rounding: str = "dither") -> Step:
 
 
 def whole_step(one: Step, tensors: list[Tensor], t: Tensor, run: Run = Step.__call__) -> None:
-    batch = Batch(run)
-    batch.add(one, tensors, t, HYPER)
+    head, grad, *rest = tensors
+    batch = Batch(run, {})
+    batch.add(one, Piece.of(one, [head, *rest]), grad, t, HYPER)
     batch.flush()
 
 

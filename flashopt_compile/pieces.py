@@ -1,0 +1,116 @@
+"""Parameters as pieces that fit a block: where their rows and groups lie, and how they are padded to whole groups."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flashopt_compile.step import Step
+from quant.dither import phases_of
+
+# The length of a row where no state is grouped.
+FLAT_COLUMNS = 32
+
+
+@dataclass(eq=False)
+class Piece:
+    """A parameter or part of one, without its gradient: the head, then the rest of what is stored.
+
+    Its elements are rows of `columns` from position `start` of the parameter on; a block has them in rows of
+    `group_size`.
+    """
+
+    stored: Sequence[Tensor]
+    scales: Sequence[bool]
+    start: int
+    columns: int
+    group_size: int
+    is_whole: bool = False  # so that `stored` are the tensors of the optimizer's state themselves
+    home: object = None  # whose memory all but the head lies in
+
+    @classmethod
+    def of(cls, step: Step, stored: Sequence[Tensor]) -> "Piece":
+        """A whole parameter."""
+        head, grouped = stored[0], step.storage.grouped
+        if grouped is None:
+            return cls(stored, step.storage.scales, 0, head.numel(), FLAT_COLUMNS, is_whole=True)
+        columns = grouped.rows(tuple(head.shape)).columns
+        return cls(stored, step.storage.scales, 0, columns, grouped.group_size, is_whole=True)
+
+    @cached_property
+    def elements(self) -> int:
+        return self.stored[0].numel()
+
+    @cached_property
+    def padding(self) -> int:
+        return -self.columns % self.group_size
+
+    @cached_property
+    def rows(self) -> int:
+        """Of the block."""
+        return self.elements // self.columns * ((self.columns + self.padding) // self.group_size)
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether a block has it as it lies in memory, with zeros at the end at most."""
+        return self.stored[0].is_contiguous() and (not self.padding or self.elements == self.columns)
+
+    def staged(self, tensor: Tensor) -> Tensor:
+        """The head, the gradient or another tensor of elements as it stands in a block, flat."""
+        if self.padding:
+            tensor = F.pad(tensor.reshape(-1, self.columns), (0, self.padding))
+        return tensor.reshape(-1)
+
+    def unstaged(self, flat: Tensor, like: Tensor) -> Tensor:
+        """What `staged` made, in the shape of `like` again."""
+        if self.padding:
+            flat = flat.view(-1, self.columns + self.padding)[:, : self.columns]
+        return flat.reshape(like.shape)
+
+    def slabs(self, elements: int) -> Iterator[tuple[slice, "Piece"]]:
+        """The piece in parts of about so many elements, cut along the first dim."""
+        head = self.stored[0]
+        each = head[0].numel()
+        length = max(1, elements // each)
+        for first in range(0, len(head), length):
+            slab = slice(first, first + length)
+            stored = [tensor[slab] for tensor in self.stored]
+            yield slab, replace(self, stored=stored, start=self.start + first * each, is_whole=False)
+
+    def ends(self) -> Iterator[tuple[slice, "Piece"]]:
+        """Each row of a contiguous piece in two, its whole groups and the short one at its end; and where they lie."""
+        groups = self.columns // self.group_size
+        rows = self.elements // self.columns
+        for row, tensors in enumerate(zip(*(tensor.view(rows, -1) for tensor in self.stored), strict=True)):
+            for first, last in ((0, groups), (groups, groups + 1)):
+                begin, end = first * self.group_size, min(last * self.group_size, self.columns)
+                cuts = [slice(first, last) if is_scale else slice(begin, end) for is_scale in self.scales]
+                stored = [tensor[cut] for tensor, cut in zip(tensors, cuts, strict=True)]
+                place = slice(row * self.columns + begin, row * self.columns + end)
+                start = self.start + place.start
+                yield place, replace(self, stored=stored, start=start, columns=end - begin, is_whole=False)
+
+    def phases(self) -> Tensor:
+        """Of the first elements of the block's rows."""
+        rows = row_phases(self.elements // self.columns, self.columns, self.group_size, self.stored[0].device)
+        return rows + phases_of(torch.tensor(self.start, device=rows.device)) if self.start else rows
+
+
+@cache
+def row_phases(rows: int, columns: int, group_size: int, device: torch.device) -> Tensor:
+    """The phases of the first elements of all groups of `rows` rows."""
+    first = torch.arange(rows, device=device)[:, None] * columns
+    return phases_of((first + torch.arange(0, columns, group_size, device=device)).reshape(-1, 1))
+
+
+@cache
+def lane_phases(group_size: int, device: torch.device) -> Tensor:
+    return phases_of(torch.arange(group_size, device=device))
+
+
+@cache
+def no_phase(device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=torch.int32, device=device)
