@@ -12,7 +12,7 @@ from flashopt_compile.step import Numbers, Place, Step
 from quant.dither import phases_of
 
 # Elements worked on at once: enough to hide the cost of a call, few enough for the second pass to find them in cache.
-CHUNK_ELEMENTS = 1 << 19
+CHUNK_ELEMENTS = 1 << 20
 # Parameters with fewer are copied together: a call costs more than the copies.
 SMALL_ELEMENTS = 1 << 16
 

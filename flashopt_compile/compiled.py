@@ -17,7 +17,11 @@ _number = count()
 _kernels: dict[tuple[int, torch.dtype, torch.device], Kernel] = {}  # by the id of a `Step.of`
 # Whatever is not shared by a whole group is computed anew where it is needed: what Inductor would store between
 # loops instead, up to four bytes an element each, costs more to write and read back. See docs/performance.md.
-OPTIONS: dict[str, Any] = {"realize_opcount_threshold": 1000, "realize_reads_threshold": 1000}
+OPTIONS: dict[str, Any] = {
+    "realize_opcount_threshold": 1000,
+    "realize_reads_threshold": 1000,
+    "size_asserts": False,  # of what we have made ourselves, at half a microsecond each
+}
 
 
 def run(step: Step, tensors: Sequence[Tensor], t: Tensor, place: Place, hyper: Numbers) -> None:
