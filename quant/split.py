@@ -15,7 +15,17 @@ from torch import Tensor
 
 from quant.dither import NOISE_UNIT
 from quant.format import Part, check_dtype, check_same_shape
-from quant.ulp import NARROW_FLOATS, Frame, NarrowFloat, either, keep_sign_of_zero, nearest, overflow, spacing
+from quant.ulp import (
+    NARROW_FLOATS,
+    Frame,
+    NarrowFloat,
+    at_least,
+    either,
+    fp32_ulp,
+    keep_sign_of_zero,
+    nearest,
+    overflow,
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,8 @@ class Split:
         spacing = frame.spacing(inside)
         rounded = nearest(inside, spacing)
         head = overflow(keep_sign_of_zero(frame.leave(rounded), w), self.narrow)
-        codes = self._codes((inside - rounded) / spacing, rounded / spacing)
+        carried = rounded.abs() >= spacing * 2.0**self.narrow.significand_bits
+        codes = (inside - rounded) / spacing * self._codes_per_spacing(carried)
         codes = torch.where(head.abs() <= self.narrow.max, codes, 0.0)
         return head.to(self.head), codes.round().to(self.tail)
 
@@ -67,7 +78,7 @@ class Split:
         return value - (0.0 - correction)  # −0.0 minus zero is −0.0; plus zero it would be 0.0
 
     def read(self, head: Tensor, tail: Tensor) -> Tensor:
-        """`decode`, to within 2^-108, for all that is finite."""
+        """`decode`, to within 2^-99, of weights that a training has: finite, under 2^111."""
         value, correction = self._terms(head, tail)
         return value + correction
 
@@ -75,21 +86,22 @@ class Split:
         """Move the stored weight `by` an fp32 amount, rounding to nearest or, given `noise`, dithered.
 
         Head and tail are moved apart: their fp32 sum, whose ulp is coarser than a small update, is formed only to
-        find the new head. Dither keeps updates alive down to 2^-28 of the weight, or 2^-108. A weight moved by
-        zero keeps its parts. One that is not finite, or moved by what is not, comes to be Inf or NaN.
+        find the new head. Dither keeps updates alive down to 2^-28 of the weight, or 2^-99. A weight moved by
+        zero keeps its parts. One that is not finite, or comes to 2^111 or more, or is moved by what is not finite, ends
+        as Inf or NaN.
         """
         value, correction = self._terms(head, tail)
         rest = correction + by
         total = value + rest
-        spacing = self._spacing(total)
-        per_spacing = spacing.reciprocal()
-        count = (total * per_spacing).round()
-        left = (rest - (count * spacing - value)) * per_spacing
+        ulp = self._ulp(total)
+        push = ulp * (self._ulps * 1.5 * 2.0**23)
+        rounded = (total + push) - push
+        rest = rest - (rounded - value)
         if self.tail != torch.int8:  # finer than the fp32 total, which may be a tie by rounding alone
-            beyond = left.round()
-            count, left = count + beyond, left - beyond
-        rounded = count * spacing
-        codes = self._codes(left, count)
+            beyond = (rest + push) - push
+            rounded, rest = rounded + beyond, rest - beyond
+        carried = rounded.abs() >= ulp * 2.0**24
+        codes = (rest * ulp.reciprocal()) * self._codes_per_spacing(carried, self._ulps)
         if noise is not None:
             codes = codes + noise * NOISE_UNIT
         still = by == 0
@@ -100,22 +112,29 @@ class Split:
     def resolution(self, head: Tensor, tail: Tensor) -> Tensor:
         return spacing_at(head, self.narrow) * (0.5 / self.levels)
 
+    @property
+    def _ulps(self) -> float:
+        """How many of fp32's ulps make one of the head's."""
+        return 2.0 ** (24 - self.narrow.significand_bits)
+
     def _terms(self, head: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
         """The values of head and tail, whose sum is the weight."""
         value = head.to(torch.float32)
-        return value, tail.to(torch.float32) * (self._spacing(value) * (0.5 / self.levels))
+        return value, (tail.to(torch.float32) * (0.5 * self._ulps / self.levels)) * self._ulp(value)
 
-    def _spacing(self, x: Tensor) -> Tensor:
-        """ulp(head) in the binade of x, without a frame: a step has no time for weights under 2^-100."""
-        return spacing(x.abs(), self.narrow, least=max(2.0**-100, 2.0**self.narrow.min_exponent))
+    def _ulp(self, x: Tensor) -> Tensor:
+        """fp32's ulp in the binade of x, or of the least of the head's; without a frame, which takes too long."""
+        size = x.abs()
+        if self.narrow.min_exponent < -100:
+            return fp32_ulp(size + 2.0**-100)
+        return fp32_ulp(at_least(size, 2.0**self.narrow.min_exponent))
 
-    def _codes(self, rest: Tensor, count: Tensor) -> Tensor:
-        """What is left of a weight beside `count` spacings of its binade, `rest` of one, in codes of its head."""
+    def _codes_per_spacing(self, carried: Tensor, spacings: float = 1.0) -> Tensor:
+        """By how many codes to count what is left of a weight beside its head, given in so many parts of a spacing."""
         # Rounding may carry the head into the next binade, where its ulp is twice as large. The tie that
         # carries lies at L/2 codes, between two: take the inner one, or the pair would decode to a value
         # that belongs to the head below.
-        carried = count.abs() >= 2.0**self.narrow.significand_bits
-        return rest * either(carried, self.levels * (1 - 2.0**-23), 2.0 * self.levels)
+        return either(carried, self.levels * (1 - 2.0**-23) / spacings, 2.0 * self.levels / spacings)
 
 
 @dataclass(frozen=True)
@@ -151,7 +170,8 @@ class Rounded:
     def advance(self, head: Tensor, by: Tensor, noise: Tensor | None) -> tuple[Tensor]:
         value = self.decode(head)
         total = value + by
-        size = spacing(total.abs(), self.narrow, least=max(2.0**-100, 2.0**self.narrow.min_exponent))
+        least = max(2.0**-100, 2.0**self.narrow.min_exponent)
+        size = fp32_ulp(at_least(total.abs(), least)) * 2.0 ** (24 - self.narrow.significand_bits)
         per_size = size.reciprocal()
         count = total * per_size
         if noise is not None:  # of the new binade's ulp: the old one's would push weights down from powers of two

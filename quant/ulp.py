@@ -70,15 +70,20 @@ class Frame:
         """Distance between neighbours of `narrow` in the binade of `x`, which is inside the frame."""
         # Subnormals have the spacing of the least normal binade; Inf is to have one that is finite.
         least = 2.0 ** (self.narrow.min_exponent + (0 if self.factor is None else 32))
-        return spacing(x.abs().clamp(max=2.0**100), self.narrow, least)
+        return fp32_ulp(at_least(x.abs().clamp(max=2.0**100), least)) * 2.0 ** (24 - self.narrow.significand_bits)
 
 
-def spacing(size: Tensor, narrow: NarrowFloat, least: float) -> Tensor:
-    """Distance between neighbours of `narrow` in the binade of `size`, or of `least` ≥ 2^-100 if that is more."""
-    # The larger of the two by way of relu: a maximum, which has NaN to mind, takes four instructions. The rounding
-    # of it never leaves the binade.
-    a = torch.relu(size - least) + least
-    return ((a + a * PHI) - a) * 2.0 ** (24 - narrow.significand_bits)
+def fp32_ulp(size: Tensor) -> Tensor:
+    """Of `size` ≥ 2^-100, finite."""
+    return (size + size * PHI) - size
+
+
+def at_least(size: Tensor, least: float) -> Tensor:
+    """The larger of the two, to within a rounding that never leaves its binade.
+
+    By way of relu: a maximum, which has NaN to mind, takes four instructions.
+    """
+    return torch.relu(size - least) + least
 
 
 def either(condition: Tensor, if_true: float, if_false: float) -> Tensor:

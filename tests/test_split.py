@@ -175,14 +175,15 @@ def noises(count: int, step: int = 0) -> Tensor:
     return noise(mix(torch.arange(count, dtype=torch.int32), torch.tensor(step, dtype=torch.int32)), stream=0)
 
 
-LEAST_MOVED = 2.0**-75  # so that none comes under 2^-100, where moves are right to within 2^-108 only
+# Moves are made for weights from 2^-93 to 2^111; from these none leaves that range.
+LEAST_MOVED, MOST_MOVED = 2.0**-68, 2.0**109
 
 
 def stored(format: Split, generator: np.random.Generator, count: int = COUNT) -> Pair:
     """Parts that `encode` made, of weights all over the range that moves are right in, save the last binade."""
     patterns = torch.from_numpy(generator.integers(0, 2**16, count, dtype=np.uint16).view(np.int16))
     head = patterns.view(format.head)
-    head = torch.where(head.abs() < torch.finfo(format.head).max / 2, head, 1)
+    head = torch.where(head.abs() < min(torch.finfo(format.head).max / 2, MOST_MOVED), head, 1)
     head = torch.where(head.abs() >= LEAST_MOVED, head, 2 * LEAST_MOVED)
     tail = torch.from_numpy(generator.integers(-format.levels, format.levels + 1, count)).to(format.tail)
     return format.encode(joined(head, tail).float())
@@ -317,6 +318,19 @@ def test_large_moves_round_like_fp32(format: Split):
     fp32 = ulp(torch.maximum(parts[0].abs().float(), by.abs()), torch.float32)
     error = (joined(*after) - joined(*parts) - by.double()).abs()
     assert (error <= code + 2 * fp32).all()
+
+
+@each_format
+def test_the_least_weights_are_moved_to_within_2_to_the_minus_99(format: Split):
+    exponents = torch.arange(-149, -80).repeat_interleave(16)
+    w = torch.ldexp(1 + torch.arange(len(exponents)) % 16 / 16, exponents).float()
+    parts = format.encode(w)
+    for by in (w.flip(0), -w.flip(0), w / 3):
+        after = format.advance(*parts, by, None)
+        moved = joined(*after) - joined(*parts)
+        code = ulp(after[0], format.head) / format.levels
+        assert ((moved - by.double()).abs() <= torch.maximum(code, torch.tensor(2.0**-99, dtype=torch.float64))).all()
+        assert ((format.read(*parts).double() - joined(*parts)).abs() <= 2.0**-99).all()
 
 
 @each_format
