@@ -1,6 +1,7 @@
 """The only place that compiles: a `Step` becomes one fused kernel, written by Inductor for the device at hand."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import count
 from typing import Any
 
@@ -11,7 +12,7 @@ from flashopt_compile.batch import CHUNK_ELEMENTS
 from flashopt_compile.pieces import FLAT_COLUMNS, lane_phases, no_phase, row_phases
 from flashopt_compile.step import Numbers, Place, Step
 
-Kernel = Callable[[Sequence[Tensor], Tensor, Place, Numbers], Tensor]
+Kernel = Callable[[Tensor, Sequence[Tensor], Tensor, Place, Numbers], None]
 
 _number = count()
 _kernels: dict[tuple[int, torch.dtype, torch.device], Kernel] = {}  # by the id of a `Step.of`
@@ -29,7 +30,10 @@ def run(step: Step, tensors: Sequence[Tensor], t: Tensor, place: Place, hyper: N
     head, grad = tensors[:2]
     kernel = kernel_of(step, grad.dtype, head.device, hyper)
     # The kernel does not write the head in place: a masked store to where the next load begins stalls it.
-    head.copy_(kernel(tensors, t, place, hyper))
+    spare = spare_memory(head.shape[1], head.dtype, head.device)
+    new_head = spare[: len(head)] if len(head) <= len(spare) else torch.empty_like(head)
+    kernel(new_head, tensors, t, place, hyper)
+    head.copy_(new_head)
 
 
 def kernel_of(step: Step, grad_dtype: torch.dtype, device: torch.device, hyper: Numbers) -> Kernel:
@@ -48,18 +52,17 @@ def is_compiled(step: Step, grad_dtype: torch.dtype, device: torch.device) -> bo
 
 
 def _kernel(step: Step) -> Kernel:
-    def kernel(tensors: Sequence[Tensor], t: Tensor, place: Place, hyper: Numbers) -> Tensor:
+    def kernel(new_head: Tensor, tensors: Sequence[Tensor], t: Tensor, place: Place, hyper: Numbers) -> None:
         parts, _ = step.compute(tensors, t, place, hyper)
-        for old, new in zip(tensors[2:], parts[1:], strict=True):
+        for old, new in zip((new_head, *tensors[2:]), parts, strict=True):
             old.copy_(new)
-        return parts[0]
 
     # Dynamo counts graphs, and gives up at eight, per code object: each kernel gets one of its own.
     kernel.__code__ = kernel.__code__.replace(co_name=f"{step.rule.name}_step_{next(_number)}")
     return torch.compile(kernel, fullgraph=True, options=OPTIONS)
 
 
-def _example(step: Step, grad_dtype: torch.dtype, device: torch.device) -> tuple[list[Tensor], Tensor, Place]:
+def _example(step: Step, grad_dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[Tensor], Tensor, Place]:
     """A block of zeros of the usual size, by which Inductor decides on threads; its rows not to be baked in."""
     size = step.storage.grouped.group_size if step.storage.grouped else FLAT_COLUMNS
     shape = CHUNK_ELEMENTS // size, size
@@ -68,9 +71,16 @@ def _example(step: Step, grad_dtype: torch.dtype, device: torch.device) -> tuple
     for part in step.storage.parts(shape).values():
         tensors.append(torch.zeros(part.shape, dtype=part.dtype, device=device))
     place = Place(no_phase(device), row_phases(shape[0], size, size, device).clone(), lane_phases(size, device))
-    for tensor in (*tensors, place.rows):
+    new_head = torch.zeros_like(head)
+    for tensor in (new_head, *tensors, place.rows):
         torch._dynamo.mark_dynamic(tensor, 0)
-    return tensors, torch.ones(()), place
+    return new_head, tensors, torch.ones(()), place
+
+
+@cache
+def spare_memory(columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A block to write new heads to, kept: one allocated for each call would wander through the heap."""
+    return torch.empty(CHUNK_ELEMENTS // columns, columns, dtype=dtype, device=device)
 
 
 def _keep_freed_memory() -> None:
