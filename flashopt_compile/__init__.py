@@ -3,7 +3,7 @@
 from flashopt_compile.numerics import Health, NumericsError
 from flashopt_compile.optimizer import FlashOptimizer
 from flashopt_compile.optimizers import FlashAdam, FlashAdamW, FlashLion, FlashSGD, FlashSGDW
-from flashopt_compile.rule import Moved, rule, unbias
+from flashopt_compile.rule import Moved, debias, rule, unbias
 from quant import ROOT8, SIGNED8, compute_ecc_bits, dequantize, quantize, reconstruct_fp32_param
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Moved",
     "NumericsError",
     "compute_ecc_bits",
+    "debias",
     "dequantize",
     "quantize",
     "reconstruct_fp32_param",

@@ -1,5 +1,6 @@
 """The only place that compiles: a `Step` becomes one fused kernel, written by Inductor for the device at hand."""
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import count
@@ -21,7 +22,9 @@ _kernels: dict[tuple[int, torch.dtype, torch.device], Kernel] = {}  # by the id 
 OPTIONS: dict[str, Any] = {
     "realize_opcount_threshold": 1000,
     "realize_reads_threshold": 1000,
-    "size_asserts": False,  # of what we have made ourselves, at half a microsecond each
+    # What we have made ourselves needs no checks by Inductor, and a frozen `Step` none by Dynamo beside its tensors'.
+    "size_asserts": False,
+    "guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe,
 }
 
 
@@ -30,7 +33,7 @@ def run(step: Step, tensors: Sequence[Tensor], t: Tensor, place: Place, hyper: N
     head, grad = tensors[:2]
     kernel = kernel_of(step, grad.dtype, head.device, hyper)
     # The kernel does not write the head in place: a masked store to where the next load begins stalls it.
-    spare = spare_memory(head.shape[1], head.dtype, head.device)
+    spare = spare_memory(head.shape[1], head.dtype, head.device, threading.get_ident())
     new_head = spare[: len(head)] if len(head) <= len(spare) else torch.empty_like(head)
     kernel(new_head, tensors, t, place, hyper)
     head.copy_(new_head)
@@ -78,8 +81,8 @@ def _example(step: Step, grad_dtype: torch.dtype, device: torch.device) -> tuple
 
 
 @cache
-def spare_memory(columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A block to write new heads to, kept: one allocated for each call would wander through the heap."""
+def spare_memory(columns: int, dtype: torch.dtype, device: torch.device, thread: int) -> Tensor:
+    """A block for a thread to write new heads to, kept: one allocated for each call would wander through the heap."""
     return torch.empty(CHUNK_ELEMENTS // columns, columns, dtype=dtype, device=device)
 
 

@@ -28,10 +28,6 @@ class NarrowFloat:
     def max(self) -> float:
         return torch.finfo(self.dtype).max
 
-    @property
-    def min_spacing(self) -> float:
-        return 2.0 ** (self.min_exponent - self.significand_bits + 1)
-
 
 BF16 = NarrowFloat(torch.bfloat16, significand_bits=8, min_exponent=-126)
 FP16 = NarrowFloat(torch.float16, significand_bits=11, min_exponent=-14)
@@ -44,8 +40,7 @@ class Frame:
 
     fp16's grid needs none. bf16 shares fp32's exponents, whose ends are out of reach of the rounding
     constant (above 2^111) and of the ulp formula (below 2^-100): values under 1 are worked on 2^32 times
-    larger, the others 2^32 times smaller, both exactly. A frame made for one value serves whatever that
-    value becomes by an addition, up to 2^79: what is left of a value above 1 stays above 2^-26, or is zero.
+    larger, the others 2^32 times smaller, both exactly.
     """
 
     narrow: NarrowFloat
