@@ -61,7 +61,7 @@ class Pack:
         """Copy the head, and what else is not of this memory, to where it came from."""
         sources = self._cut(block[0], False)
         for number in self._guests:
-            sources[number] = self._like(self.pieces[number], sources[number], self._heads[number], False)
+            sources[number] = self.pieces[number].unstaged(sources[number], self._heads[number])
         torch._foreach_copy_(self._heads, sources)  # pyright: ignore[reportPrivateImportUsage]
         self._copy_guests(back=True)
 
@@ -85,9 +85,9 @@ class Pack:
             for tensor, is_scale, places in zip(piece.stored[1:], self.scales[1:], self._places, strict=True):
                 place = places[number]
                 if not back:
-                    place.copy_(self._flat_piece(piece, tensor, is_scale))
+                    place.copy_(piece.staged(tensor, is_scale))
                 else:
-                    tensor.copy_(self._like(piece, place, tensor, is_scale))
+                    tensor.copy_(piece.unstaged(place, tensor, is_scale))
 
     def _cut(self, whole: Tensor, is_scale: bool) -> list[Tensor]:
         """The parts of a block that belong to each piece, flat."""
@@ -98,16 +98,10 @@ class Pack:
         """One tensor of each piece, and their padding, to be joined."""
         flat: list[Tensor] = []
         for piece, tensor in zip(self.pieces, tensors, strict=True):
-            flat.append(self._flat_piece(piece, tensor, is_scale))
+            flat.append(piece.staged(tensor, is_scale))
             if piece.padding and piece.is_plain and not is_scale:
                 flat.append(no_elements(piece.padding, tensor.dtype, tensor.device))
         return flat
-
-    def _like(self, piece: Piece, flat: Tensor, like: Tensor, is_scale: bool) -> Tensor:
-        return flat.view(like.shape) if is_scale or piece.is_plain else piece.unstaged(flat, like)
-
-    def _flat_piece(self, piece: Piece, tensor: Tensor, is_scale: bool) -> Tensor:
-        return tensor.reshape(-1) if is_scale or piece.is_plain else piece.staged(tensor)
 
 
 @cache

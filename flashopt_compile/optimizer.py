@@ -43,6 +43,11 @@ def gradient(parameter: Tensor) -> Tensor:
     return parameter.grad.detach()
 
 
+def all_same(tensors: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> bool:
+    """Whether they are the same objects."""
+    return len(tensors) == len(others) and all(map(operator.is_, tensors, others))
+
+
 class FlashOptimizer(torch.optim.Optimizer):
     """An optimizer made of a rule: `class FlashAdamW(FlashOptimizer, rule=adamw)`.
 
@@ -178,7 +183,7 @@ class FlashOptimizer(torch.optim.Optimizer):
         )
         values = parameter.data_ptr(), parameter.stride(), *options
         entry = self._entries.get(parameter)
-        if entry is None or entry.values != values or not all(map(operator.is_, entry.state, state.values())):
+        if entry is None or entry.values != values or not all_same(entry.state, tuple(state.values())):
             self._check_keys(group, name, parameter, state)
             step = self._step_of(group, parameter)
             stored = parameter.detach(), *(state[key] for key in step.storage.parts(tuple(parameter.shape)))

@@ -58,15 +58,15 @@ class Piece:
         """Whether a block has it as it lies in memory, with zeros at the end at most."""
         return self.stored[0].is_contiguous() and (not self.padding or self.elements == self.columns)
 
-    def staged(self, tensor: Tensor) -> Tensor:
-        """The head, the gradient or another tensor of elements as it stands in a block, flat."""
-        if self.padding:
+    def staged(self, tensor: Tensor, is_scale: bool = False) -> Tensor:
+        """The head, the gradient or another part as it stands in a block, flat; a plain one without its zeros."""
+        if not (self.is_plain or is_scale) and self.padding:
             tensor = F.pad(tensor.reshape(-1, self.columns), (0, self.padding))
         return tensor.reshape(-1)
 
-    def unstaged(self, flat: Tensor, like: Tensor) -> Tensor:
+    def unstaged(self, flat: Tensor, like: Tensor, is_scale: bool = False) -> Tensor:
         """What `staged` made, in the shape of `like` again."""
-        if self.padding:
+        if not (self.is_plain or is_scale) and self.padding:
             flat = flat.view(-1, self.columns + self.padding)[:, : self.columns]
         return flat.reshape(like.shape)
 

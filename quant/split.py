@@ -129,12 +129,12 @@ class Split:
             return fp32_ulp(size + 2.0**-100)
         return fp32_ulp(at_least(size, 2.0**self.narrow.min_exponent))
 
-    def _codes_per_spacing(self, carried: Tensor, spacings: float = 1.0) -> Tensor:
-        """By how many codes to count what is left of a weight beside its head, given in so many parts of a spacing."""
+    def _codes_per_spacing(self, carried: Tensor, parts: float = 1.0) -> Tensor:
+        """How many codes make one of so many parts of a spacing, to count what is left of a weight beside its head."""
         # Rounding may carry the head into the next binade, where its ulp is twice as large. The tie that
         # carries lies at L/2 codes, between two: take the inner one, or the pair would decode to a value
         # that belongs to the head below.
-        return either(carried, self.levels * (1 - 2.0**-23) / spacings, 2.0 * self.levels / spacings)
+        return either(carried, self.levels * (1 - 2.0**-23) / parts, 2.0 * self.levels / parts)
 
 
 @dataclass(frozen=True)

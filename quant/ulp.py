@@ -51,9 +51,8 @@ class Frame:
     def around(cls, x: Tensor, narrow: NarrowFloat) -> "Frame":
         if narrow.min_exponent >= -100:
             return cls(narrow)
-        # Two comparisons: one that is used twice may be stored between loops, and Inductor's bools are slow to store.
-        size = x.abs()
-        return cls(narrow, either(size < 1, 2.0**32, 2.0**-32), either(size >= 1, 2.0**32, 2.0**-32))
+        small = x.abs() < 1
+        return cls(narrow, either(small, 2.0**32, 2.0**-32), either(small, 2.0**-32, 2.0**32))
 
     def enter(self, x: Tensor) -> Tensor:
         return x if self.factor is None else x * self.factor

@@ -97,6 +97,14 @@ def test_a_saved_state_dict_takes_the_bytes_of_its_tensors():
     assert file.tell() < 1.1 * sum(value.nbytes for value in states(optimizer)) + 60_000
 
 
+def test_a_part_of_the_state_that_has_gone_is_missed():
+    (p,) = parameters([(40, 64)])
+    optimizer = train(FlashAdamW([p], eager=True), range(1))
+    del optimizer.state[p]["v.scales"]
+    with pytest.raises(ValueError, match=r"the state of parameter 0\.0 is"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("change", ["load", "add group", "new data"])
 def test_what_changes_between_steps_is_noticed(change: str):
     def run(together: bool) -> list[Tensor]:
