@@ -8,22 +8,25 @@ from pathlib import Path
 from bench import formats, speed
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench", description="The benchmarks behind the README's figures.")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", nargs="?", choices=("speed", "formats", "all"), default="all", help="(%(default)s)")
     parser.add_argument("--quick", action="store_true", help="speed on small sizes in two rounds, as a smoke test")
     parser.add_argument("--out", type=Path, help="the folder for speed's figures and picture")
-    return parser.parse_args(arguments)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    options = parse(arguments)
+def run(options: argparse.Namespace) -> None:
     if options.what in ("speed", "all"):
         speed.main(options.quick, options.out)
     if options.what in ("formats", "all"):
         # A goal that is missed is a figure like others here; `python -m bench.formats` exits with 1 on it.
         with contextlib.suppress(SystemExit):
             formats.main()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench", description="The benchmarks behind the README's figures.")
+    add_arguments(parser)
+    run(parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,33 @@
+"""The command `flashopt`: finds the subcommand's module, loads only that one, and says what went wrong in a line."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+COMMANDS = {
+    "bench": "the speed of a step beside torch and other libraries",
+}
+
+
+def module(command: str) -> ModuleType:
+    return importlib.import_module(f"flashopt_compile.commands.{command}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `flashopt COMMAND ...`; 0 if all went well, 1 for what the command found wrong, 2 for wrong input."""
+    parser = argparse.ArgumentParser(prog="flashopt", description="Optimizers on 7 bytes per parameter.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    name = next((argument for argument in arguments if argument in COMMANDS), "")
+    try:
+        for each, summary in COMMANDS.items():
+            command = commands.add_parser(each, help=summary, description=summary[0].upper() + summary[1:] + ".")
+            if each == name:
+                module(each).add_arguments(command)
+        options = parser.parse_args(arguments)
+        return module(options.command).run(options)
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        print(f"flashopt {name}: {error}", file=sys.stderr)
+        return 2

@@ -1,0 +1,1 @@
+"""The commands of `flashopt`, one file each: `HELP`, `add_arguments(parser)` and `run(options)`."""
