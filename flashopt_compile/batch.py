@@ -16,6 +16,12 @@ CHUNK_ELEMENTS = 1 << 20
 # Parameters with fewer are copied together: a call costs more than the copies.
 SMALL_ELEMENTS = 1 << 16
 
+
+def works_in_cache(device: torch.device) -> bool:
+    """Whether to work in chunks: a CPU finds the last one in its cache; a GPU takes a whole parameter in one kernel."""
+    return device.type == "cpu"
+
+
 Run = Callable[[Step, Sequence[Tensor], Tensor, Place, Numbers], None]
 
 
@@ -32,7 +38,7 @@ class Pack:
         self.group_size, self.scales = pieces[0].group_size, pieces[0].scales
         device = pieces[0].stored[0].device
         phases = torch.cat([piece.phases() for piece in pieces])
-        self.place = Place(no_phase(device), phases, lane_phases(self.group_size, device))
+        self.place = Place(no_phase(device), (phases, lane_phases(self.group_size, device)))
         # How a part's flat block is cut: the lengths of its pieces and their padding, and which of them are pieces.
         self._lengths: dict[bool, list[int]] = {False: [], True: [piece.rows for piece in pieces]}
         self._slots: dict[bool, list[int]] = {False: [], True: list(range(len(pieces)))}
@@ -145,6 +151,8 @@ class Batch:
             self._wait(waiting, piece, grad)
         elif not (piece.stored[0].is_contiguous() and grad.is_contiguous()):
             self._wait_in_slabs(waiting, piece, grad)
+        elif not works_in_cache(grad.device):
+            self._step_whole(waiting, piece, grad)
         elif not piece.padding:
             self._step_in_place(waiting, piece, grad)
         elif piece.columns > max(SMALL_ELEMENTS, piece.group_size):
@@ -170,6 +178,11 @@ class Batch:
         for place, slab in piece.slabs(CHUNK_ELEMENTS):
             self._wait(waiting, slab, grad[place])
 
+    def _step_whole(self, waiting: Waiting, piece: Piece, grad: Tensor) -> None:
+        head, *rest = piece.stored
+        for start, block in waiting.step.storage.blocks(tuple(head.shape), [head, grad, *rest]):
+            self._run(waiting.step, block, waiting.t, Place.at(start), waiting.hyper)
+
     def _step_in_place(self, waiting: Waiting, piece: Piece, grad: Tensor) -> None:
         head, *rest = (
             tensor.view(-1, 1 if is_scale else piece.group_size)
@@ -184,7 +197,7 @@ class Batch:
                 own = Piece([block[0], *block[2:]], piece.scales, start, size, size)
                 self._wait(waiting, own, block[1])
             else:
-                place = Place(phases_of(torch.tensor(start, device=head.device)), rows[: len(block[0])], lanes)
+                place = Place(phases_of(torch.tensor(start, device=head.device)), (rows[: len(block[0])], lanes))
                 self._run(waiting.step, list(block), waiting.t, place, waiting.hyper)
 
     def _step_together(self, waiting: Waiting) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 COMMANDS = {
+    "kernels": "the GPU kernels of a step, written and compiled without a GPU",
     "bench": "the speed of a step beside torch and other libraries",
 }
 

@@ -4,34 +4,40 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import count
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashopt_compile.batch import CHUNK_ELEMENTS
-from flashopt_compile.pieces import FLAT_COLUMNS, lane_phases, no_phase, row_phases
+from flashopt_compile.batch import CHUNK_ELEMENTS, works_in_cache
+from flashopt_compile.pieces import lane_phases, no_phase, row_phases
 from flashopt_compile.step import Numbers, Place, Step
+from flashopt_compile.storage import FLAT_COLUMNS
 
-Kernel = Callable[[Tensor, Sequence[Tensor], Tensor, Place, Numbers], None]
+Kernel = Callable[..., None]
 
 _number = count()
-_kernels: dict[tuple[int, torch.dtype, torch.device], Kernel] = {}  # by the id of a `Step.of`
-# Whatever is not shared by a whole group is computed anew where it is needed: what Inductor would store between
-# loops instead, up to four bytes an element each, costs more to write and read back. See docs/performance.md.
+_kernels: dict[tuple[Any, ...], Kernel] = {}
 OPTIONS: dict[str, Any] = {
-    "realize_opcount_threshold": 1000,
-    "realize_reads_threshold": 1000,
     # What we have made ourselves needs no checks by Inductor, and a frozen `Step` none by Dynamo beside its tensors'.
     "size_asserts": False,
     "guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe,
 }
+# Whatever is not shared by a whole group is computed anew where it is needed: what Inductor would store between
+# loops instead, up to four bytes an element each, costs more to write and read back. See docs/performance.md.
+CPU_OPTIONS = {**OPTIONS, "realize_opcount_threshold": 1000, "realize_reads_threshold": 1000}
+# A group's scale, of some 40 operations, is not to become a temporary, which would take a kernel of its own.
+GPU_OPTIONS = {**OPTIONS, "realize_opcount_threshold": 60}
 
 
 def run(step: Step, tensors: Sequence[Tensor], t: Tensor, place: Place, hyper: Numbers) -> None:
-    """Step a contiguous block of at least two rows in place, by a kernel compiled on first use."""
+    """Step a block in place, by a kernel compiled on first use; on a CPU a contiguous one of at least two rows."""
     head, grad = tensors[:2]
-    kernel = kernel_of(step, grad.dtype, head.device, hyper)
+    if not works_in_cache(head.device):
+        _kernel_for(step, tensors, place)([tensors], t, [place], hyper)
+        return
+    kernel = _kernel_in_cache(step, grad.dtype, head.device, hyper)
     # The kernel does not write the head in place: a masked store to where the next load begins stalls it.
     spare = spare_memory(head.shape[1], head.dtype, head.device, threading.get_ident())
     new_head = spare[: len(head)] if len(head) <= len(spare) else torch.empty_like(head)
@@ -39,45 +45,88 @@ def run(step: Step, tensors: Sequence[Tensor], t: Tensor, place: Place, hyper: N
     head.copy_(new_head)
 
 
-def kernel_of(step: Step, grad_dtype: torch.dtype, device: torch.device, hyper: Numbers) -> Kernel:
-    """The kernel for blocks of any number of rows, compiled on the first call."""
-    key = id(step), grad_dtype, device
-    if key not in _kernels:
-        _keep_freed_memory()
-        kernel = _kernel(step)
-        kernel(*_example(step, grad_dtype, device), hyper)
-        _kernels[key] = kernel
-    return _kernels[key]
+def prepare(step: Step, parameter: Tensor, hyper: Numbers) -> None:
+    """Compile what steps of `parameter`, with gradients of its dtype, will need."""
+    if works_in_cache(parameter.device):
+        _kernel_in_cache(step, parameter.dtype, parameter.device, hyper)
+        return
+    shape = tuple(parameter.shape)
+    for start, block in step.storage.blocks(shape, _zeros(step, shape, parameter.dtype, parameter.device)):
+        run(step, block, torch.ones(()), Place.at(start), hyper)
 
 
 def is_compiled(step: Step, grad_dtype: torch.dtype, device: torch.device) -> bool:
     return (id(step), grad_dtype, device) in _kernels
 
 
-def _kernel(step: Step) -> Kernel:
-    def kernel(new_head: Tensor, tensors: Sequence[Tensor], t: Tensor, place: Place, hyper: Numbers) -> None:
-        parts, _ = step.compute(tensors, t, place, hyper)
-        for old, new in zip((new_head, *tensors[2:]), parts, strict=True):
-            old.copy_(new)
+def compile_in_place(step: Step, **options: Any) -> Kernel:
+    """Of several blocks, each with its place: `kernel(blocks, t, places, hyper)`."""
 
+    def kernel(blocks: Sequence[Sequence[Tensor]], t: Tensor, places: Sequence[Place], hyper: Numbers) -> None:
+        for tensors, place in zip(blocks, places, strict=True):
+            step(tensors, t, place, hyper)
+
+    return _compile(kernel, step, {**GPU_OPTIONS, **options})
+
+
+def mark_rows(tensor: Tensor) -> None:
+    """Have Dynamo not bake in how many rows and groups there are, only how long a group is."""
+    for dim in range(max(1, tensor.dim() - 1)):
+        torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def _kernel_for(step: Step, tensors: Sequence[Tensor], place: Place) -> Kernel:
+    """The kernel for blocks of this form on a device that takes whole parameters; compiled when first called."""
+    head, grad = tensors[:2]
+    form = head.dim(), head.shape[-1] if head.dim() > 1 else None, place.terms is None
+    key = id(step), grad.dtype, head.device, *form
+    if key not in _kernels:
+        for tensor in (*tensors, *(place.terms or ())[:1]):
+            mark_rows(tensor)
+        _kernels[key] = compile_in_place(step)
+    return _kernels[key]
+
+
+def _kernel_in_cache(step: Step, grad_dtype: torch.dtype, device: torch.device, hyper: Numbers) -> Kernel:
+    """The kernel for blocks of any number of rows, compiled on the first call."""
+    key = id(step), grad_dtype, device
+    if key not in _kernels:
+        _keep_freed_memory()
+
+        def kernel(new_head: Tensor, tensors: Sequence[Tensor], t: Tensor, place: Place, hyper: Numbers) -> None:
+            parts, _ = step.compute(tensors, t, place, hyper)
+            for old, new in zip((new_head, *tensors[2:]), parts, strict=True):
+                old.copy_(new)
+
+        compiled = _compile(kernel, step, CPU_OPTIONS)
+        compiled(*_example(step, grad_dtype, device), hyper)
+        _kernels[key] = compiled
+    return _kernels[key]
+
+
+def _compile(kernel: FunctionType, step: Step, options: dict[str, Any]) -> Kernel:
     # Dynamo counts graphs, and gives up at eight, per code object: each kernel gets one of its own.
-    kernel.__code__ = kernel.__code__.replace(co_name=f"{step.rule.name}_step_{next(_number)}")
-    return torch.compile(kernel, fullgraph=True, options=OPTIONS)
+    code: CodeType = kernel.__code__
+    kernel.__code__ = code.replace(co_name=f"{step.rule.name}_step_{next(_number)}")
+    return torch.compile(kernel, fullgraph=True, options=options)
 
 
 def _example(step: Step, grad_dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[Tensor], Tensor, Place]:
     """A block of zeros of the usual size, by which Inductor decides on threads; its rows not to be baked in."""
     size = step.storage.grouped.group_size if step.storage.grouped else FLAT_COLUMNS
     shape = CHUNK_ELEMENTS // size, size
-    head = torch.zeros(shape, dtype=step.storage.weight.parts(shape)[step.storage.weight.names[0]].dtype, device=device)
-    tensors = [head, torch.zeros(shape, dtype=grad_dtype, device=device)]
-    for part in step.storage.parts(shape).values():
-        tensors.append(torch.zeros(part.shape, dtype=part.dtype, device=device))
-    place = Place(no_phase(device), row_phases(shape[0], size, size, device).clone(), lane_phases(size, device))
-    new_head = torch.zeros_like(head)
-    for tensor in (new_head, *tensors, place.rows):
-        torch._dynamo.mark_dynamic(tensor, 0)
-    return new_head, tensors, torch.ones(()), place
+    tensors = _zeros(step, shape, grad_dtype, device)
+    rows = row_phases(shape[0], size, size, device).clone()
+    new_head = torch.zeros_like(tensors[0])
+    for tensor in (new_head, *tensors, rows):
+        mark_rows(tensor)
+    return new_head, tensors, torch.ones(()), Place(no_phase(device), (rows, lane_phases(size, device)))
+
+
+def _zeros(step: Step, shape: tuple[int, ...], grad_dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """A parameter of `shape` with its gradient and all that is stored beside it."""
+    parts = step.storage.step_parts(shape, grad_dtype)
+    return [torch.zeros(part.shape, dtype=part.dtype, device=device) for part in parts]
 
 
 @cache

@@ -52,7 +52,7 @@ def health(parameters: Iterator[tuple[Step, list[Tensor], Tensor, Numbers]]) -> 
                     codes_seen += codes.numel()
                     counted["saturated"] += int((codes.to(torch.int16).abs() == format.levels).sum())
                     counted["zeroed"] += int(((codes == 0) & (scales > 0)).sum())
-            _, by = step.compute(block, t + 1, Place.of(block[0], 0), hyper)
+            _, by = step.compute(block, t + 1, Place.at(0), hyper)
             half_code = step.storage.weight.resolution(*weight_parts) / 2
             weights_seen += head.numel()
             counted["stalled"] += int(((by != 0) & (by.abs() < half_code)).sum())
@@ -101,7 +101,7 @@ def check_numerics(name: str, step: Step, tensors: Sequence[Tensor], t: Tensor, 
     _, block = max(blocks, key=lambda pair: float(pair[1][0].abs().max()))
     row = int(block[0].abs().argmax()) // max(1, block[0].numel() // len(block[0]))
     group = [tensor[row : row + 1] for tensor in block]
-    _, by = step.compute(group, t, Place.of(group[0], 0), hyper)
+    _, by = step.compute(group, t, Place.at(0), hyper)
     head, _, *stored = group
     weight = step.storage.weight
     resolution = float(weight.resolution(head, *stored[: len(weight.names) - 1]).max())

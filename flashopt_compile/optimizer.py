@@ -207,7 +207,7 @@ class FlashOptimizer(torch.optim.Optimizer):
                 kinds[step, parameter.dtype, parameter.device] = step, group, parameter
         for number, (step, group, parameter) in enumerate(kinds.values(), start=1):
             begin = time.perf_counter()
-            compiled.kernel_of(step, parameter.dtype, parameter.device, self._numbers(group))
+            compiled.prepare(step, parameter, self._numbers(group))
             if verbose:
                 took = f"{time.perf_counter() - begin:.1f} s"
                 print(f"{type(self).__name__}: compiled {number} of {len(kinds)}, {step}: {took}", file=sys.stderr)

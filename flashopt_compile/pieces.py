@@ -9,10 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashopt_compile.step import Step
+from flashopt_compile.storage import FLAT_COLUMNS
 from quant.dither import phases_of
-
-# The length of a row where no state is grouped.
-FLAT_COLUMNS = 32
 
 
 @dataclass(eq=False)

@@ -17,16 +17,23 @@ Numbers = dict[str, Any]
 
 
 class Place(NamedTuple):
-    """Where a block lies in its parameter, as terms of the phases that noise is drawn from."""
+    """Where a block lies in its parameter, as terms of the phases that noise is drawn from.
+
+    Without `terms`, those of rows and of lanes, the block is a view of its contiguous parameter.
+    """
 
     start: Tensor
-    rows: Tensor
-    lanes: Tensor
+    terms: tuple[Tensor, Tensor] | None = None
 
     @classmethod
-    def of(cls, block: Tensor, start: int) -> "Place":
-        """The place of a view of a contiguous parameter whose first element is at `start`."""
-        return cls(phases_of(torch.tensor(start, device=block.device)), *block_phases(block))
+    def at(cls, start: int) -> "Place":
+        """Of a view whose first element is at `start`; a number on the CPU, which kernels of any device take."""
+        return cls(phases_of(torch.tensor(start)))
+
+    def phases(self, block: Tensor) -> Tensor:
+        """Of all elements of the block."""
+        rows, lanes = self.terms or block_phases(block)
+        return (self.start + rows) + lanes
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,7 @@ class Step:
 
         drawn: list[Tensor | None] = [None] * (1 + len(states))
         if self.rounding == "dither":
-            bits = mix_phases((place.start + place.rows) + place.lanes, t.to(torch.int32))
+            bits = mix_phases(place.phases(head), t.to(torch.int32))
             drawn = [noise(bits, stream) for stream in range(len(drawn))]
         parts = list(weight.advance(*weight_parts, by, drawn[0]))
         for format, state, each in zip(formats, states, drawn[1:], strict=True):
@@ -97,6 +104,6 @@ def trace(step: Step, tensors: Sequence[Tensor], t: Tensor, hyper: Numbers) -> N
     """Step a whole parameter (head, gradient, then the rest) inside a graph that a caller is compiling."""
     copies = [tensor.contiguous() for tensor in tensors]
     for start, block in step.storage.blocks(tuple(copies[0].shape), copies):
-        step(block, t, Place.of(block[0], start), hyper)
+        step(block, t, Place.at(start), hyper)
     if copies[0] is not tensors[0]:
         tensors[0].copy_(copies[0])

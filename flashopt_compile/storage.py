@@ -16,6 +16,8 @@ from quant.split import Rounded, Split
 # Biases, norms and small tensors keep fp32 states: next to nothing in bytes, and their statistics vary most.
 LEAST_COLUMNS = 8
 LEAST_ELEMENTS = 1024
+# The length of a row where no state is grouped.
+FLAT_COLUMNS = 32
 TAILS = {24: torch.int8, 32: torch.int16}
 PARAMETER_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -35,6 +37,11 @@ class Storage:
                 parts[state if isinstance(format, Raw) else f"{state}.{name}"] = part
         return parts
 
+    def step_parts(self, shape: tuple[int, ...], grad_dtype: torch.dtype) -> list[Part]:
+        """All tensors that a step takes: the head, the gradient, then those of `parts`."""
+        head = self.weight.parts(shape)[self.weight.names[0]]
+        return [head, Part(shape, grad_dtype), *self.parts(shape).values()]
+
     @property
     def grouped(self) -> Grouped | None:
         return next((format for _, format in self.states if isinstance(format, Grouped)), None)
@@ -50,10 +57,13 @@ class Storage:
 
         Each comes with the position of its first element. Where states are grouped, the last dim is one group.
         """
-        if not math.prod(shape):
+        elements = math.prod(shape)
+        if not elements:
             return
         if self.grouped is None:
-            yield 0, [tensor.view(-1) for tensor in tensors]
+            # In rows, however many there are, a compiler knows that all loads may be wide.
+            rows = (-1,) if elements % FLAT_COLUMNS else (-1, FLAT_COLUMNS)
+            yield 0, [tensor.view(rows) for tensor in tensors]
             return
         rows = self.grouped.rows(shape)
         split = [

@@ -20,12 +20,12 @@ STREAMS = (-2073254261, 747796405, -1028477387, 1540483477, -862048943, 46184590
 
 def mix(index: Tensor, step: Tensor) -> Tensor:
     """32 well-mixed bits for each int32 `index` at the int32 `step`, to draw streams from."""
-    return mix_phases(index * INDEX_STRIDE, step)
+    return mix_phases(phases_of(index), step)
 
 
 def mix_phases(phases: Tensor, step: Tensor) -> Tensor:
     """`mix` of the indices whose products with INDEX_STRIDE, modulo 2^32, are `phases`."""
-    bits = phases + step * STEP_STRIDE
+    bits = phases + _times(step, STEP_STRIDE)
     bits = (bits ^ ((bits >> 16) & 0xFFFF)) * MIX
     return bits ^ ((bits >> 15) & 0x1FFFF)
 
@@ -37,7 +37,15 @@ def noise(bits: Tensor, stream: int) -> Tensor:
 
 def phases_of(index: Tensor) -> Tensor:
     """What `mix_phases` takes for each `index`, a whole number of any size."""
-    return index.to(torch.int32) * INDEX_STRIDE
+    # An operation on bits ends Inductor's algebra of indices, which would multiply the constants of an index and ours
+    # to one of more than 32 bits, and Triton refuses to multiply an index by such.
+    return _times(index.to(torch.int64) & -1, INDEX_STRIDE)
+
+
+def _times(number: Tensor, stride: int) -> Tensor:
+    """The product modulo 2^32. In 32 bits it would overflow, which is undefined in the C++ that Inductor writes: where
+    gcc knows how many rows there are, it draws conclusions from their phases."""
+    return (number.to(torch.int64) * stride).to(torch.int32)
 
 
 def block_phases(block: Tensor) -> tuple[Tensor, Tensor]:

@@ -124,8 +124,8 @@ def sqrt(x: Tensor) -> Tensor:
 
 
 def once(x: Tensor) -> Tensor:
-    """`x` itself. Inductor computes it in a loop of its own, not again at each use: what is needed of a whole group.
+    """`x` itself. On a CPU Inductor computes it in a loop of its own, not again at each use: what a whole group needs.
 
-    (It stores what `as_strided` takes.)
+    (It stores what `as_strided` takes. A GPU's kernel holds a group in registers, and storing would take a second one.)
     """
-    return x.as_strided(x.shape, x.stride())
+    return x.as_strided(x.shape, x.stride()) if x.device.type == "cpu" else x

@@ -13,10 +13,21 @@ ORDER: dict[str, list[str]] = {
     "quant": ["ulp", "format", "dither", "split", "compand", "grouped", "bounds"],
     "flashopt_compile": [
         *("rule", "rules", "storage", "step", "pieces", "batch", "compiled", "options", "checkpoint", "numerics"),
-        *("optimizer", "optimizers", "commands", "cli"),
+        *("optimizer", "optimizers", "kernels", "commands", "cli"),
     ],
     "flashopt_compile.rules": ["adam", "adamw", "lion", "sgd"],
-    "flashopt_compile.commands": ["bench"],
+    "flashopt_compile.kernels": [
+        "targets",
+        "pretend",
+        "source",
+        "emit",
+        "traffic",
+        "offline",
+        "interpret",
+        "stray",
+        "report",
+    ],
+    "flashopt_compile.commands": ["bench", "kernels"],
 }
 LINE_LIMIT = 350
 VAGUE_NAMES = {"util", "utils", "helper", "helpers", "misc", "common"}

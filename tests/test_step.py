@@ -88,7 +88,7 @@ def test_shards_of_rows_give_the_bits_of_the_whole(shape: tuple[int, ...], cuts:
     for first, last in zip(cuts, [*cuts[1:], shape[0]], strict=True):
         own = [tensor[first:last].clone() for tensor in sharded]
         for start, block in one.storage.blocks(tuple(own[0].shape), own):
-            one(block, t, Place.of(block[0], first * row_elements + start), HYPER)
+            one(block, t, Place.at(first * row_elements + start), HYPER)
         for tensor, part in zip(sharded, own, strict=True):
             tensor[first:last] = part
     assert_identical(sharded, whole)
@@ -122,7 +122,7 @@ def test_nearest_draws_nothing():
     here, there = fresh_tensors(one, (64, 64)), fresh_tensors(one, (64, 64))
     for tensors, position in ((here, 0), (there, 12345)):
         ((_, block),) = one.storage.blocks((64, 64), tensors)
-        one(block, torch.tensor(2.0), Place.of(block[0], position), HYPER)
+        one(block, torch.tensor(2.0), Place.at(position), HYPER)
     assert_identical(here, there)
 
 

@@ -1,0 +1,214 @@
+"""A rule → the Triton source that Inductor writes for its step on a GPU, without one."""
+
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from flashopt_compile import compiled
+from flashopt_compile.kernels import pretend, source
+from flashopt_compile.kernels.targets import Target, target_of
+from flashopt_compile.rule import Rule
+from flashopt_compile.step import Numbers, Place, Step
+from flashopt_compile.storage import PARAMETER_DTYPES, storage_of
+
+Block = list[Tensor]
+# Of one graph input: which tensor it is of all that were given, or which of its sizes or strides.
+Origin = tuple[str, int, int]
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """What Inductor wrote for one step: a module whose `call` launches kernels on what `origins` tells."""
+
+    step: Step
+    target: Target
+    shapes: tuple[tuple[int, ...], ...]
+    grad_dtype: torch.dtype
+    source: str
+    origins: tuple[Origin, ...]
+
+    @cached_property
+    def kernels(self) -> dict[str, str]:
+        """The source of each kernel, by name."""
+        return source.kernels_of(self.source)
+
+    def bind(self, given: Any) -> list[Any]:
+        """The inputs of `call`, from arguments like those of the compiled step."""
+        leaves = tree_leaves(given)
+        take = {
+            "tensor": lambda leaf, _: leaf,
+            "size": lambda leaf, dim: leaf.shape[dim],
+            "stride": lambda leaf, dim: leaf.stride(dim),
+        }
+        return [take[what](leaves[leaf], dim) for what, leaf, dim in self.origins]
+
+
+class _Written(Exception):
+    """Ends a compilation as soon as the code is there: nothing is imported, tuned or run."""
+
+
+def emit(
+    rule: Rule,
+    target: str = "sm_90",
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    grad_dtype: torch.dtype | None = None,
+    shapes: Sequence[tuple[int, ...]] = ((4096, 4096),),
+    master_weight_bits: int | None = 24,
+    quantize: bool = True,
+    rounding: str = "dither",
+    maximize: bool = False,
+    combo_kernels: bool = False,
+) -> Emitted:
+    """The code for a step of parameters of `shapes`, all in one graph, that training would compile on `target`.
+
+    `combo_kernels` lets Inductor put several parameters' work into one launch.
+    """
+    if dtype not in PARAMETER_DTYPES:
+        raise ValueError(f"dtype is {dtype}; allowed are {', '.join(map(str, PARAMETER_DTYPES))}.")
+    if not shapes:
+        raise ValueError("shapes is empty; at least one parameter's is needed.")
+    storages = {storage_of(rule, dtype, tuple(shape), master_weight_bits, quantize) for shape in shapes}
+    if len(storages) > 1:
+        raise ValueError(f"shapes is {tuple(shapes)}; all must be of one kind, large or small.")
+    step = Step.of(rule, storages.pop(), rounding, maximize)
+    return emit_step(step, target, shapes, grad_dtype or dtype, combo_kernels)
+
+
+def emit_step(
+    step: Step, target: str, shapes: Sequence[tuple[int, ...]], grad_dtype: torch.dtype, combo_kernels: bool = False
+) -> Emitted:
+    """`emit` for a `Step`."""
+    chosen = target_of(target)
+    options = {"combo_kernels": True, **_COMBO} if combo_kernels else {}
+    written: list[str] = []
+    seen: list[Any] = []
+    with pretend.gpu(chosen), _fakes() as mode, _stopped(written, seen), _quiet():
+        with mode:
+            blocks, *rest = arguments(step, shapes, grad_dtype, torch.device(chosen.device, 0))
+            given = [[_alone(tensor) for tensor in block] for block in blocks], *rest
+        torch._dynamo.reset()
+        try:
+            with mode:
+                compiled.compile_in_place(step, **options)(*given)
+        except Exception:
+            if not written:
+                raise
+        finally:
+            torch._dynamo.reset()
+    origins = _origins(seen, tree_leaves(given))
+    return Emitted(step, chosen, tuple(map(tuple, shapes)), grad_dtype, written[0], origins)
+
+
+# By default Inductor combines no more than 8, and none that it takes to need more memory at once.
+_COMBO = {
+    "combo_kernel_peak_memory_pct_threshold": None,
+    "combo_kernel_max_num_nodes": 256,
+    "combo_kernel_max_num_args": 4096,
+}
+
+
+def number(value: Any) -> Any:
+    """A hyper-parameter as a step takes it."""
+    if isinstance(value, tuple):
+        return tuple(map(number, value))
+    return torch.tensor(value, dtype=torch.float32)
+
+
+def blocks_of(step: Step, tensors: Sequence[Tensor]) -> tuple[list[Block], list[Place]]:
+    """A parameter (head, gradient, the rest) as the blocks it is stepped in on a GPU, and their places."""
+    blocks, places = [], []
+    for start, block in step.storage.blocks(tuple(tensors[0].shape), tensors):
+        blocks.append(block)
+        places.append(Place.at(start))
+    return blocks, places
+
+
+def arguments(
+    step: Step, shapes: Sequence[tuple[int, ...]], grad_dtype: torch.dtype, device: torch.device
+) -> tuple[list[Block], Tensor, list[Place], Numbers]:
+    """What the compiled step takes for parameters of `shapes`, which hold nothing yet; its numbers are on the CPU."""
+    blocks: list[Block] = []
+    places: list[Place] = []
+    for shape in map(tuple, shapes):
+        parts = step.storage.step_parts(shape, grad_dtype)
+        tensors = [torch.empty(part.shape, dtype=part.dtype, device=device) for part in parts]
+        own_blocks, own_places = blocks_of(step, tensors)
+        blocks += own_blocks
+        places += own_places
+    return blocks, torch.ones(()), places, {name: number(value) for name, value in step.rule.hyper}
+
+
+def _alone(view: Tensor) -> Tensor:
+    """A tensor like `view`, of memory that no other has: training steps the blocks of a parameter one by one."""
+    tensor = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=view.device)
+    compiled.mark_rows(tensor)
+    return tensor
+
+
+@contextmanager
+def _fakes() -> Iterator[Any]:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    yield FakeTensorMode(shape_env=ShapeEnv())
+
+
+@contextmanager
+def _stopped(written: list[str], seen: list[Any]) -> Iterator[None]:
+    """Collects the code and the graph's inputs, and lets Inductor go no further."""
+    from torch._inductor import compile_fx
+    from torch._inductor.graph import GraphLowering
+
+    compile_graph = compile_fx.compile_fx
+
+    def note_inputs(graph: Any, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        if not seen:  # compile_fx calls itself once its options are in force
+            seen.extend(node.meta["grapharg"] for node in graph.graph.find_nodes(op="placeholder"))
+        return compile_graph(graph, inputs, *args, **kwargs)
+
+    def stop(graph: Any) -> None:
+        written.append(graph.codegen()[0].value)
+        raise _Written
+
+    with (
+        mock.patch.object(compile_fx, "compile_fx", note_inputs),
+        mock.patch.object(GraphLowering, "compile_to_module", stop),
+    ):
+        yield
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Inductor warns of the caches that are off and of the compilation that we end."""
+    logger = logging.getLogger("torch._inductor")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _origins(inputs: Sequence[Any], leaves: Sequence[Tensor]) -> tuple[Origin, ...]:
+    """Where each of the graph's inputs comes from, by what Dynamo notes of it."""
+    numbers = {id(leaf): number for number, leaf in enumerate(leaves)}
+    by_name = {each.source.name: numbers[id(each.example)] for each in inputs if id(each.example) in numbers}
+    origins: list[Origin] = []
+    for each in inputs:
+        if id(each.example) in numbers:
+            origins.append(("tensor", numbers[id(each.example)], 0))
+        else:  # a size or a stride that is not baked in
+            origins.append((each.source.prop.name.lower(), by_name[each.source.base.name], each.source.idx))
+    return tuple(origins)

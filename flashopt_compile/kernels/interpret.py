@@ -1,0 +1,180 @@
+"""Emitted Triton source, run on CPU tensors by triton's interpreter: what the kernels compute, bit for bit.
+
+It knows no FMA and no approximate division; docs/gpu.md says what follows.
+"""
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from flashopt_compile.kernels import pretend, source
+from flashopt_compile.kernels.emit import Emitted
+from flashopt_compile.step import Numbers, Place
+
+HEURISTICS = ("persistent_reduction", "reduction", "pointwise")
+GRIDS = {"Grid1D": ("x",), "Grid2D": ("x", "y")}
+BLOCK_ELEMENTS = 1 << 16  # of one program: few and large ones are quickest, as numpy works on each
+
+
+def interpret(
+    emitted: Emitted,
+    blocks: list[list[torch.Tensor]],
+    t: torch.Tensor,
+    places: list[Place],
+    hyper: Numbers,
+) -> None:
+    """Step `blocks` of CPU tensors (see `emit.blocks_of`) in place, by the emitted kernels."""
+    pretend.check_versions()
+    with _interpreter():
+        inputs = emitted.bind((blocks, t, places, hyper))
+        source.run_call(emitted.source, inputs, lambda name: _launcher(name, emitted.kernels[name]))
+
+
+def _launcher(name: str, text: str) -> source.Launch:
+    function, meta, signature = _load(name, text)
+    grid_type = meta["grid_type"]
+    if grid_type not in GRIDS:
+        raise ValueError(f"kernel {name} is launched on a {grid_type}; interpreted are {', '.join(GRIDS)}.")
+    tensor_of = _scalars()
+
+    def launch(*given: Any) -> None:
+        names = list(signature)
+        arguments = [tensor_of(value, signature[key]) for key, value in zip(names, given, strict=False)]
+        sizes = dict(zip(names, given, strict=False))
+        blocks = {key: 1 for key in names if key.endswith("BLOCK")}
+        if "R0_BLOCK" in blocks:
+            blocks["R0_BLOCK"] = 1 << (sizes["r0_numel"] - 1).bit_length()
+        blocks["XBLOCK"] = max(1, BLOCK_ELEMENTS // (1 << max(0, sizes.get("r0_numel", 1) - 1).bit_length()))
+        grid = tuple(-(-sizes[f"{axis}numel"] // blocks[f"{axis.upper()}BLOCK"]) for axis in GRIDS[grid_type])
+        function[grid](*arguments, **blocks)
+
+    return launch
+
+
+def _load(name: str, text: str) -> tuple[Any, dict[str, Any], dict[str, str]]:
+    """The kernel as a function of the interpreter, and what Inductor says of it: its grid and its arguments' types."""
+    heuristics = importlib.import_module("torch._inductor.runtime.triton_heuristics")
+    told: dict[str, Any] = {}
+
+    def note(*_: Any, **kwargs: Any) -> Callable[[Any], Any]:
+        told.update(kwargs)
+        return lambda function: function
+
+    with contextlib.ExitStack() as stack:
+        for each in HEURISTICS:
+            stack.enter_context(mock.patch.object(heuristics, each, note))
+        module = source.load_kernel(name, text)
+    module.__dict__.update(_stand_ins())
+    return getattr(module, name), told["inductor_meta"], told["triton_meta"]["signature"]
+
+
+@contextlib.contextmanager
+def _interpreter() -> Iterator[None]:
+    """`triton.jit` makes functions of the interpreter, whose casts between fp32 and bf16 are those of hardware.
+
+    By itself it cuts the lower bits off on the way to bf16, and gets subnormals wrong on the way back.
+    """
+    triton = importlib.import_module("triton")
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    tl = importlib.import_module("triton.language")
+    numpy = importlib.import_module("numpy")
+    cast = interpreter.InterpreterBuilder.cast_impl
+
+    def cast_rightly(builder: Any, value: Any, dtype: Any) -> Any:
+        data = numpy.ascontiguousarray(value.data)
+        if value.dtype.scalar == tl.float32 and dtype.scalar == tl.bfloat16:
+            bits = torch.from_numpy(data).to(torch.bfloat16).view(torch.int16).numpy().view(numpy.uint16)
+            return interpreter.TensorHandle(bits, dtype.scalar)
+        if value.dtype.scalar == tl.bfloat16 and dtype.scalar == tl.float32:
+            wide = (data.view(numpy.uint16).astype(numpy.uint32) << 16).view(numpy.float32)
+            return interpreter.TensorHandle(wide, dtype.scalar)
+        return cast(builder, value, dtype)
+
+    before = triton.knobs.runtime.interpret
+    triton.knobs.runtime.interpret = True
+    try:
+        with (
+            mock.patch.object(interpreter.InterpreterBuilder, "cast_impl", cast_rightly),
+            numpy.errstate(all="ignore"),
+        ):
+            yield
+    finally:
+        triton.knobs.runtime.interpret = before
+
+
+def _scalars() -> Callable[[Any, str], Any]:
+    """Turns a number into what a kernel gets: the interpreter would compute with Python's doubles."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    tl = importlib.import_module("triton.language")
+    numpy = importlib.import_module("numpy")
+
+    def tensor_of(value: Any, kind: str) -> Any:
+        if kind != "fp32":
+            return value
+        return tl.tensor(interpreter.TensorHandle(numpy.array([value], numpy.float32), tl.float32), tl.float32)
+
+    return tensor_of
+
+
+def _stand_ins() -> dict[str, Any]:
+    """What kernels call that the interpreter lacks: functions jitted when torch was loaded, and device libraries."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    tl = importlib.import_module("triton.language")
+    numpy = importlib.import_module("numpy")
+
+    def made(data: Any, like: Any) -> Any:
+        kind = like.type.scalar
+        handle = interpreter.TensorHandle(data.astype(like.handle.data.dtype), kind)
+        return tl.tensor(handle, tl.block_type(kind, list(data.shape)) if data.ndim and data.shape != (1,) else kind)
+
+    def elementwise(function: Any) -> Callable[..., Any]:
+        def apply(x: Any, *others: Any) -> Any:
+            return made(function(x.handle.data, *(other.handle.data for other in others)), x)
+
+        return apply
+
+    def larger(a: Any, b: Any) -> Any:
+        return tl.where((a > b) | (a != a), a, b)
+
+    def smaller(a: Any, b: Any) -> Any:
+        return tl.where((a < b) | (a != a), a, b)
+
+    def reduced(function: Any) -> Callable[[Any, int], Any]:
+        return lambda x, dim: made(function(x.handle.data, axis=dim), x)
+
+    def fused(a: Any, b: Any, c: Any) -> Any:
+        wide = numpy.float64 if a.dtype.kind == "f" else numpy.int64  # holds the product, whose bits are 24 twice
+        return a.astype(wide) * b.astype(wide) + c.astype(wide)
+
+    def stray(x: Any, ulps: int) -> Any:
+        quotient = numpy.ascontiguousarray(x.handle.data)
+        bits = quotient.view(numpy.int32)
+        away = (bits + numpy.where(bits & 1, ulps, -ulps).astype(numpy.int32)).view(numpy.float32)
+        normal = numpy.isfinite(quotient) & (numpy.abs(quotient) > 2.0**-100)
+        return made(numpy.where(normal, away, quotient), x)
+
+    names = {name: name for name in ("rint", "floor", "ceil", "trunc", "sqrt", "exp", "exp2", "expm1", "log", "log1p")}
+    names |= {"log2": "log2", "tanh": "tanh", "ldexp": "ldexp", "nearbyint": "rint", "pow": "power", "fmod": "fmod"}
+    library = {name: elementwise(getattr(numpy, function)) for name, function in names.items()}
+    library |= {"fma": elementwise(fused), "stray": stray}  # which `stray` puts in
+    helpers = {
+        **{"maximum": larger, "minimum": smaller},
+        **{"max2": reduced(numpy.max), "min2": reduced(numpy.min)},
+    }
+    return {"libdevice": _Only("libdevice", library), "triton_helpers": _Only("triton_helpers", helpers)}
+
+
+class _Only(SimpleNamespace):
+    """A few functions of a library, and a sentence for the rest."""
+
+    def __init__(self, library: str, functions: dict[str, Any]) -> None:
+        super().__init__(**functions)
+        self._library = library
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError(f"the kernel calls {self._library}.{name}, which interpret() has no stand-in for.")

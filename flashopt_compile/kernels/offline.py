@@ -1,0 +1,126 @@
+"""Emitted Triton source → machine code for a GPU that is not there, by triton's own compilers, and what it takes."""
+
+import math
+import re
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from flashopt_compile.kernels import pretend, source
+from flashopt_compile.kernels.emit import Emitted
+from flashopt_compile.kernels.targets import Target
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One kernel compiled for a target in one configuration. Registers are those of a thread."""
+
+    kernel: str
+    configuration: str
+    registers: int
+    spills: int  # bytes of a thread's registers kept in memory
+    shared_bytes: int
+    widest_load_bits: int
+    assembly: str  # PTX or AMDGCN
+
+
+def compile_offline(emitted: Emitted, every: bool = False) -> list[Machine]:
+    """Each kernel in one of the configurations that Inductor would try on the device, or in `every` one.
+
+    On the device Inductor times them. Here it is the one nearest to 16 elements a thread, whose 8-bit codes make loads
+    of 128 bits, that spills nothing; if all spill, the one that spills least.
+    """
+    pretend.check_versions()
+    if emitted.target.triton is None:
+        raise ValueError(
+            f"target is {emitted.target.name!r}; triton's wheel has compilers for NVIDIA and AMD alone, so that for "
+            "Intel there is only the emitted source."
+        )
+    found: list[Machine] = []
+    for name, text in emitted.kernels.items():
+        tuner = getattr(source.load_kernel(name, text), name)
+        threads = emitted.target.triton[2]
+        distance = {each: abs(math.log2(_per_thread(tuner, each, threads) / 16)) for each in tuner.configs}
+        tried: list[Machine] = []
+        for configuration in sorted(tuner.configs, key=distance.__getitem__):
+            tried.append(_compile(tuner, configuration, emitted.target, name))
+            if not every and not tried[-1].spills:
+                break
+        found += tried if every else [min(tried, key=lambda machine: machine.spills)]
+    return found
+
+
+def _per_thread(tuner: Any, configuration: Any, threads_of_a_warp: int) -> float:
+    """How many elements a thread works on."""
+    elements = math.prod(configuration.kwargs.values()) * tuner.size_hints.get("r0_", 1)
+    return elements / (configuration.num_warps * threads_of_a_warp)
+
+
+def _compile(tuner: Any, configuration: Any, target: Target, name: str) -> Machine:
+    """By the options that Inductor itself would give triton."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    meta = tuner._create_compile_meta(configuration)
+    options = tuner._create_compile_options(configuration, meta)
+    if target.is_hip:
+        for nvidia_only in ("launch_cooperative_grid", "launch_pdl", "enable_reflect_ftz"):
+            options.pop(nvidia_only, None)
+    code = ASTSource(tuner.fn, meta["signature"], meta["constants"], meta["configs"][0])
+    assert target.triton is not None
+    compiled = triton.compile(code, target=GPUTarget(*target.triton), options=options)
+    read = _read_amd if target.is_hip else _read_nvidia
+    registers, spills, widest, assembly = read(compiled)
+    sizes = " ".join(f"{key}={value}" for key, value in configuration.kwargs.items())
+    configuration = f"{sizes} warps={compiled.metadata.num_warps}"
+    return Machine(name, configuration, registers, spills, compiled.metadata.shared, widest, assembly)
+
+
+def _read_nvidia(compiled: Any) -> tuple[int, int, int, str]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = _disassemble("-res-usage", file.name)
+        code = _disassemble("-sass", file.name)
+    resources = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
+    if resources is None:
+        raise RuntimeError(f"cuobjdump tells nothing of the kernel's resources: {usage.strip()!r}")
+    registers, stack, local = map(int, resources.groups())
+    spilled = stack + local if re.search(r"\b(LDL|STL)\b", code) else 0
+    widths = re.findall(r"\bld\.global[\w.:]*?(?:\.v(\d))?\.[bsuf](\d+)\b", compiled.asm["ptx"])
+    return registers, spilled, max(int(count or 1) * int(bits) for count, bits in widths), compiled.asm["ptx"]
+
+
+@cache
+def _cuobjdump() -> str:
+    import triton
+
+    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
+
+
+def _disassemble(what: str, path: str) -> str:
+    return subprocess.run([_cuobjdump(), what, path], capture_output=True, text=True, check=True).stdout
+
+
+def _read_amd(compiled: Any) -> tuple[int, int, int, str]:
+    text = compiled.asm["amdgcn"]
+
+    def told(key: str) -> int:
+        found = re.search(rf"\.{key}:\s+(\d+)", text)
+        if found is None:
+            raise RuntimeError(f"the code object tells no {key}.")
+        return int(found[1])
+
+    spilled = 4 * (told("vgpr_spill_count") + told("sgpr_spill_count"))
+    loads = re.findall(r"\b(?:global|buffer)_load_(?:[a-z0-9]+_)*?(dwordx(\d)|dword|[us]?short|[us]?byte)\w*", text)
+    return told("vgpr_count"), spilled, max(map(_amd_bits, loads)), text
+
+
+def _amd_bits(load: Sequence[str]) -> int:
+    name, dwords = load
+    return 32 * int(dwords or 1) if name.startswith("dword") else 16 if "short" in name else 8

@@ -1,0 +1,135 @@
+"""Makes Inductor believe in a GPU that is not there, so that it writes Triton code on any machine.
+
+Everything here reaches into torch's private parts. It was checked with the versions in `CHECKED` and refuses others;
+training code imports none of it.
+"""
+
+import contextlib
+import ctypes
+import importlib
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from flashopt_compile.kernels.targets import Target
+
+CHECKED = {"torch": "2.13", "triton": "3.8"}
+# Positions in c10::DeviceType.
+_DEVICE_TYPES = {"cuda": 1, "xpu": 12, "meta": 14}
+
+
+class UncheckedVersion(ImportError):
+    """What is installed is not what the patches were checked with."""
+
+
+def check_versions() -> None:
+    """Raise UncheckedVersion unless torch and triton are of the versions that the patches are for."""
+    for package, checked in CHECKED.items():
+        try:
+            found = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            raise UncheckedVersion(
+                f"{package} is not installed; kernels are checked with {package} {checked}: "
+                "pip install 'flashopt-compile[kernels]'."
+            ) from None
+        if not f"{found}.".startswith(f"{checked}."):
+            raise UncheckedVersion(
+                f"{package} is {found}; how kernels are written and compiled without a GPU was checked with {package} "
+                f"{checked} only, so nothing can be said of them here."
+            )
+
+
+@contextlib.contextmanager
+def gpu(target: Target) -> Iterator[None]:
+    """Inside, `torch.compile` of fake tensors on `target.device` writes code for `target`."""
+    check_versions()
+    interface = importlib.import_module("torch._dynamo.device_interface")
+    properties = importlib.import_module("torch._inductor.runtime.hints").DeviceProperties
+    with contextlib.ExitStack() as stack:
+        for patch in (_device_answers, _platform, _triton_is_there, _no_execution, _device_guard):
+            stack.enter_context(patch(target))
+
+        def forget() -> None:
+            properties.create.cache_clear()
+            interface.caching_worker_device_properties.pop(target.device, None)
+
+        forget()
+        stack.callback(forget)
+        yield
+
+
+@contextlib.contextmanager
+def _device_answers(target: Target) -> Iterator[None]:
+    """What heuristics and code generation ask of the device is answered from the target's table.
+
+    `torch.cuda.is_available()` stays false: were it true, Dynamo and fake tensors would ask for the state of the
+    device's random numbers, and so for a driver.
+    """
+    interfaces = importlib.import_module("torch._dynamo.device_interface")
+    interface = interfaces.XpuInterface if target.device == "xpu" else interfaces.CudaInterface
+    answers: dict[str, Callable[..., Any]] = {
+        "get_device_properties": lambda device=None: target.device_properties,
+        "current_device": lambda: 0,
+        "is_bf16_supported": lambda *_, **__: True,
+    }
+    with contextlib.ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch.object(getattr(torch, target.device), name, answer))
+            stack.enter_context(mock.patch.object(interface, name, staticmethod(answer)))
+        if target.device == "xpu":
+            capability = staticmethod(lambda device=None: {"architecture": 1})
+            stack.enter_context(mock.patch.object(interface, "get_compute_capability", capability))
+        else:
+            capability = target.properties["major"], target.properties["minor"]
+            stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: capability))
+        yield
+
+
+@contextlib.contextmanager
+def _platform(target: Target) -> Iterator[None]:
+    """torch takes `cuda` for an AMD device if it was built for HIP, which it tells by `torch.version.hip`."""
+    with mock.patch.object(torch.version, "hip", "6.4.0" if target.is_hip else None):
+        yield
+
+
+@contextlib.contextmanager
+def _triton_is_there(target: Target) -> Iterator[None]:
+    """Inductor asks whether triton has a live device, and names kernels by a hash that needs a driver."""
+    scheduler = importlib.import_module("torch._inductor.scheduler")
+    triton = importlib.import_module("torch.utils._triton")
+    with (
+        mock.patch.object(scheduler, "has_triton", lambda *_: True),
+        mock.patch.object(triton, "triton_hash_with_backend", lambda: f"offline-{target.name}"),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _no_execution(target: Target) -> Iterator[None]:
+    """Constant folding would run `aten.full` and the like on the device; caches would give code of another run."""
+    config = importlib.import_module("torch._inductor.config")
+    with config.patch(joint_graph_constant_folding=False, force_disable_caches=True, compile_threads=1):
+        yield
+
+
+@contextlib.contextmanager
+def _device_guard(target: Target) -> Iterator[None]:
+    """A build for CPUs has no C++ guard for GPUs, so `copy_` and slices of fake tensors there raise.
+
+    They are lent the guard of the meta device, which does nothing, by its entry in c10's registry. With a build that
+    has one, nothing changes.
+    """
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    registry = (ctypes.c_void_p * 22).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+    position = _DEVICE_TYPES[target.device]
+    own = registry[position]
+    if own is None:
+        registry[position] = registry[_DEVICE_TYPES["meta"]]
+    try:
+        yield
+    finally:
+        registry[position] = own

@@ -1,0 +1,99 @@
+"""One line for each target: what a step's kernels move and take."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from flashopt_compile.kernels.emit import Emitted
+from flashopt_compile.kernels.offline import Machine, compile_offline
+from flashopt_compile.kernels.traffic import traffic
+
+# What `--json` prints of a row.
+KEYS = ("target", "kernels", "temporaries", "read_bytes", "written_bytes", "registers", "spills", "shared_bytes")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Kernels launched and temporaries allocated in a step, bytes per element, and the most that any kernel takes."""
+
+    target: str
+    kernels: int
+    temporaries: int
+    read_bytes: float
+    written_bytes: float
+    least_bytes: float
+    registers: int | None = None
+    spills: int | None = None
+    shared_bytes: int | None = None
+    widest_load_bits: int | None = None
+    configuration: str = ""
+
+    def figures(self) -> dict[str, Any]:
+        return {key: asdict(self)[key] for key in KEYS}
+
+
+def report(emitted: Emitted) -> tuple[Row, list[Machine]]:
+    """The row of one target, and the kernels' machine code where triton has a compiler for it."""
+    moved = traffic(emitted)
+    machines = compile_offline(emitted) if emitted.target.triton else []
+    row = Row(
+        emitted.target.name,
+        moved.launches,
+        moved.temporaries,
+        moved.read_bytes,
+        moved.written_bytes,
+        moved.least_read_bytes + moved.least_written_bytes,
+    )
+    if not machines:
+        return row, machines
+    taken = {
+        "registers": max(machine.registers for machine in machines),
+        "spills": max(machine.spills for machine in machines),
+        "shared_bytes": max(machine.shared_bytes for machine in machines),
+        "widest_load_bits": max(machine.widest_load_bits for machine in machines),
+        "configuration": ", ".join(dict.fromkeys(machine.configuration for machine in machines)),
+    }
+    return Row(**{**asdict(row), **taken}), machines
+
+
+HEAD = (
+    *("target", "kernels", "temporaries", "read B", "written B", "sum", "least"),
+    *("registers", "spills", "shared B", "widest load", "configuration"),
+)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """For people to read."""
+    lines: list[list[str]] = [list(HEAD)]
+    for row in rows:
+        moved = (row.read_bytes, row.written_bytes, row.read_bytes + row.written_bytes, row.least_bytes)
+        line = [row.target, str(row.kernels), str(row.temporaries), *(f"{size:.3f}" for size in moved)]
+        if row.registers is None:
+            line += ["–", "–", "–", "–", "emitted only: triton's wheel has no compiler for it"]
+        else:
+            taken = (row.registers, row.spills, row.shared_bytes, f"{row.widest_load_bits} bit", row.configuration)
+            line += map(str, taken)
+        lines.append(line)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    left = (0, len(widths) - 1)
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if number in left else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def keep(folder: Path, emitted: Emitted, machines: Sequence[Machine]) -> None:
+    """Write the module that Inductor wrote, each kernel, and its PTX or AMDGCN."""
+    place = folder / emitted.target.name
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "module.py").write_text(emitted.source, encoding="utf-8")
+    numbers = {name: number for number, name in enumerate(emitted.kernels)}
+    for name, text in emitted.kernels.items():
+        (place / f"kernel{numbers[name]}.py").write_text(text.lstrip(), encoding="utf-8")
+    suffix = "amdgcn" if emitted.target.is_hip else "ptx"
+    for machine in machines:
+        (place / f"kernel{numbers[machine.kernel]}.{suffix}").write_text(machine.assembly, encoding="utf-8")

@@ -1,0 +1,66 @@
+"""What the interpreter cannot see of a GPU: with products fused into sums and rough quotients, little would change."""
+
+from functools import cache
+
+import pytest
+import torch
+from kernel_cases import Case, hyper_of, of_a_training, run_eager
+from torch import Tensor
+
+from flashopt_compile.kernels import Emitted, blocks_of, contracted, divided, interpret
+from quant import Split
+
+pytest.importorskip("triton", reason="pip install -e '.[kernels]'")
+SHAPE = (512, 128)
+LAST = 9
+# A GPU's division is within two ulps, and FMAs are its compiler's choice.
+STRAYS = {
+    "FMA": contracted,
+    "quotients up an ulp": lambda emitted: divided(emitted, 1),
+    "quotients down an ulp": lambda emitted: divided(emitted, -1),
+    "FMA, quotients up two ulps": lambda emitted: divided(contracted(emitted), 2),
+    "FMA, quotients down two ulps": lambda emitted: divided(contracted(emitted), -2),
+}
+
+
+@cache
+def emitted() -> Emitted:
+    return Case("adamw", "bf16+8", True).emit("sm_90")
+
+
+def exact_weight(head: Tensor, tail: Tensor) -> Tensor:
+    value, correction = Split()._terms(head, tail)
+    return value.double() + correction.double()
+
+
+@pytest.mark.parametrize("name", STRAYS)
+def test_stray_arithmetic_moves_weights_and_states_by_a_code_at_most(name: str):
+    stray, step = STRAYS[name](emitted()), emitted().step
+    assert stray.source != emitted().source
+    before = of_a_training(step, SHAPE, torch.bfloat16, steps=LAST - 1)
+    ours, theirs = ([tensor.clone() for tensor in before] for _ in range(2))
+    run_eager(step, ours, LAST)
+    blocks, places = blocks_of(step, theirs)
+    interpret(stray, blocks, torch.tensor(float(LAST)), places, hyper_of(step))
+
+    (head, _, tail, *states), (stray_head, _, stray_tail, *stray_states) = ours, theirs
+    weight = exact_weight(head, tail)
+    update = (weight - exact_weight(before[0], before[2])).abs()
+    code = Split().resolution(head, tail).double()
+    # A code, and some ulps of the update itself: where it takes the weight through zero, they are more than a code.
+    apart = (exact_weight(stray_head, stray_tail) - weight).abs()
+    assert (apart <= code + 8 * 2.0**-24 * update).all()
+    assert (apart > 0).double().mean() < 0.005
+    # Another head is right as well: the weight lies in the middle between the two, to within as much.
+    other = head != stray_head
+    assert (127 - tail[other].abs() <= 1 + (apart / code)[other]).all()
+    assert other.double().mean() < 1e-4
+    for one, another in zip(states, stray_states, strict=True):
+        off = (one.double() - another.double()).abs()
+        assert (off > 0).double().mean() < 0.001
+        assert off.max() <= (1 if not one.is_floating_point() else one.double().abs().max() * 2.0**-7)
+
+
+def test_ulps_beyond_a_gpus_are_refused():
+    with pytest.raises(ValueError, match="ulps is 3; allowed is −2 to 2"):
+        divided(emitted(), 3)
