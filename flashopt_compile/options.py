@@ -15,6 +15,7 @@ STORAGE_OPTIONS: dict[str, Any] = {
     "master_weight_bits": 24,
     "quantize": True,
     "rounding": "dither",
+    "compress_state_dict": True,
     "decouple_lr": False,
     "check_numerics": False,
     "skip_nonfinite": False,
@@ -46,6 +47,10 @@ def _are_betas(value: Any) -> bool:
     )
 
 
+def _are_bits(value: Any) -> bool:
+    return value is None or (isinstance(value, int) and value in TAILS)
+
+
 CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "lr": (_at_least_zero, "a number of at least 0, or a tensor of one"),
     "eps": (_at_least_zero, "a number of at least 0"),
@@ -56,11 +61,12 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "nesterov": (lambda value: isinstance(value, bool), "True or False"),
     "maximize": (lambda value: isinstance(value, bool), "True or False"),
     "quantize": (lambda value: isinstance(value, bool), "True or False"),
+    "compress_state_dict": (lambda value: isinstance(value, bool), "True or False"),
     "decouple_lr": (lambda value: isinstance(value, bool), "True or False"),
     "check_numerics": (lambda value: isinstance(value, bool), "True or False"),
     "skip_nonfinite": (lambda value: isinstance(value, bool), "True or False"),
-    "master_weight_bits": (lambda value: value in (None, *TAILS), "24, 32 or None"),
-    "rounding": (lambda value: value in ("dither", "nearest"), "'dither' or 'nearest'"),
+    "master_weight_bits": (_are_bits, "24, 32 or None"),
+    "rounding": (lambda value: isinstance(value, str) and value in ("dither", "nearest"), "'dither' or 'nearest'"),
 }
 
 

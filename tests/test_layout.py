@@ -13,10 +13,11 @@ ORDER: dict[str, list[str]] = {
     "quant": ["ulp", "format", "dither", "split", "compand", "grouped", "bounds"],
     "flashopt_compile": [
         *("rule", "rules", "storage", "step", "pieces", "batch", "compiled", "options", "checkpoint", "numerics"),
-        *("optimizer", "optimizers", "commands", "cli"),
+        *("memory", "optimizer", "optimizers", "archive", "commands", "cli"),
     ],
     "flashopt_compile.rules": ["adam", "adamw", "lion", "sgd"],
-    "flashopt_compile.commands": ["bench"],
+    "flashopt_compile.checkpoint": ["values", "plain", "flashoptim", "foreign", "states", "weights", "file"],
+    "flashopt_compile.commands": ["bench", "table", "convert", "inspect", "verify"],
 }
 LINE_LIMIT = 350
 VAGUE_NAMES = {"util", "utils", "helper", "helpers", "misc", "common"}

@@ -43,7 +43,7 @@ def group_of(optimizer: FlashOptimizer, parameter: Tensor) -> dict[str, Any]:
 
 def held(optimizer: FlashOptimizer, parameter: Tensor) -> dict[str, Tensor]:
     """The weight `w` and the states a parameter is stored as, in float64."""
-    storage = optimizer._storage(group_of(optimizer, parameter), parameter)
+    storage = optimizer.storage(group_of(optimizer, parameter), parameter)
     state = optimizer.state[parameter]
     # Head and tail are added in float64: their sum in fp32 is off by up to half an fp32 ulp.
     values = {"w": parameter.detach().double()}
