@@ -14,6 +14,7 @@ from flashopt_compile.storage import Storage
 NESTED = "__bnb_optimizer_quant_state__"
 NUMBERED = ("state1", "state2")  # what bitsandbytes calls a rule's states, in their order
 PARTS = ("codes", "scale", "qmap")  # of a torchao tensor
+BLOCKS = (256, 2048, 128, 64)  # lengths, of 8-bit optimizers past and present; the usual one first
 
 
 def is_bitsandbytes(state: State) -> bool:
@@ -69,9 +70,6 @@ def _decode(name: str, codes: Tensor, table: Any, scales: Any) -> Tensor:
     return (table.to(torch.float32)[codes.reshape(-1).long()] * scale).view(codes.shape)
 
 
-BLOCKS = (256, 2048, 128, 64)  # of 8-bit optimizers past and present, the usual one first
-
-
-def needs_package(message: str) -> str | None:
-    """The package that must be imported before torch.load can read a file, if torch.load's message tells so."""
-    return "torchao" if "torchao" in message and "torchao" not in sys.modules else None
+def needs_torchao(error: Exception) -> bool:
+    """Whether torch.load failed for want of torchao, which must be imported before."""
+    return "torchao" in str(error) and "torchao.optim" not in sys.modules
