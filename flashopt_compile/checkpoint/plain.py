@@ -48,7 +48,8 @@ def read(state: State, names: dict[str, str], storage: Storage, shape: tuple[int
 def write(state: State, names: dict[str, str], storage: Storage) -> dict[str, Any]:
     """`state` as torch.optim would have it; the tail goes along under its own name."""
     expanded = {name_of(names, letter): value for letter, value in expand(storage, state).items()}
-    kept = {key: state[key] for key in ("step", "tail") if key in state}
+    # Copies: torch.optim goes on counting in the very tensor it is given as step.
+    kept = {key: state[key].clone() for key in ("step", "tail") if key in state}
     return {**kept, **expanded}
 
 
