@@ -31,13 +31,20 @@ TORCH_OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 
 
+def one_line(value: Any) -> str:
+    """A value as it prints, in one line of at most 80 characters, for a sentence."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def _at_least_zero(value: Any) -> bool:
     return _is_number(value) and 0 <= value < math.inf
 
 
 def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return value.numel() == 1 and not value.is_complex() and not bool(value.isnan())
+        dense = value.layout == torch.strided and not value.is_meta
+        return dense and value.numel() == 1 and not value.is_complex() and not bool(value.isnan())
     return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 
@@ -76,7 +83,7 @@ def check_options(owner: str, options: Mapping[str, Any], hyper: Mapping[str, An
         if name in CHECKS:
             allowed, description = CHECKS[name]
             if not allowed(value):
-                raise ValueError(f"{owner}: {name} is {value!r}; allowed is {description}.")
+                raise ValueError(f"{owner}: {name} is {one_line(value)}; allowed is {description}.")
     for name, default in hyper.items():
         if isinstance(default, tuple) and len(options[name]) != len(default):
             raise ValueError(f"{owner}: {name} is {options[name]!r}; allowed are {len(default)} numbers.")

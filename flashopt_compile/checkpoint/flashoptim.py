@@ -59,7 +59,7 @@ def read_options(group: Group) -> Group:
     if BYTEWIDTH not in group:
         return group
     known = {key: value for key, value in group.items() if key != BYTEWIDTH}
-    if group[BYTEWIDTH] not in BITS:
+    if not isinstance(group[BYTEWIDTH], int) or group[BYTEWIDTH] not in BITS:
         raise ValueError(f"master_bytewidth is {described(group[BYTEWIDTH])}; allowed are 0, 3 and 4")
     return {**known, "master_weight_bits": BITS[group[BYTEWIDTH]]}
 

@@ -119,7 +119,8 @@ def check_stamp(owner: str, keeper: Keeper, stamp: Any) -> list[str]:
     if stamp is None:
         return []
     fields = {"format": int, "optimizer": str, "states": int, "dtypes": list}
-    if not isinstance(stamp, Mapping) or not all(isinstance(stamp.get(key), kind) for key, kind in fields.items()):
+    fits = isinstance(stamp, Mapping) and all(isinstance(stamp.get(key), kind) for key, kind in fields.items())
+    if not fits or not all(isinstance(dtype, str) for dtype in stamp["dtypes"]):
         raise ValueError(f"{owner}: {STAMP!r} of the state dict is {described(stamp)}; expected are {list(fields)}.")
     if not 1 <= stamp["format"] <= FORMAT:
         raise ValueError(
@@ -136,8 +137,9 @@ def understood_options(owner: str, keeper: Keeper, group: Group, saved: Group) -
     theirs = plain.torch_defaults(keeper).get(DECOUPLED)
     if theirs is not None and isinstance(saved.get(DECOUPLED), bool) and saved[DECOUPLED] != theirs:
         raise ValueError(f"{owner}: {DECOUPLED} of the state dict is {saved[DECOUPLED]}; expected is {theirs}.")
-    if saved.get("amsgrad"):
-        raise ValueError(f"{owner}: amsgrad of the state dict is {described(saved['amsgrad'])}; supported is False.")
+    amsgrad = saved.get("amsgrad", False)
+    if amsgrad is not False:
+        raise ValueError(f"{owner}: amsgrad of the state dict is {described(amsgrad)}; supported is False.")
     try:
         saved = flashoptim.read_options(dict(saved))
     except ValueError as error:

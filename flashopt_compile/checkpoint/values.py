@@ -6,6 +6,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from flashopt_compile.options import one_line
 from flashopt_compile.storage import Storage, keys_of
 from quant.grouped import Grouped, dequantize, quantize
 
@@ -80,5 +81,4 @@ def described(value: Any) -> str:
     """A tensor by its dtype and shape, anything else as it prints, shortened."""
     if isinstance(value, Tensor):
         return f"{value.dtype} of shape {tuple(value.shape)}"
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return one_line(value)
