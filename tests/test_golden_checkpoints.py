@@ -48,11 +48,9 @@ def step(model: Mixed, optimizer: FlashOptimizer, gradients: list[dict[str, Tens
 def write(folder: Path) -> None:
     """What it is to come to is saved along, with the gradients: no generator need stay the same."""
     random = torch.Generator().manual_seed(1)
+    shapes = {name: parameter.shape for name, parameter in Mixed().named_parameters()}
     first, *second = (
-        {
-            name: torch.randn(each.shape, generator=random).to(torch.bfloat16)
-            for name, each in Mixed().named_parameters()
-        }
+        {name: torch.randn(shape, generator=random).to(torch.bfloat16) for name, shape in shapes.items()}
         for _ in range(3)
     )
     for kind in OPTIMIZERS:

@@ -1,5 +1,6 @@
 """A model's exact weights, out and in: the sum of each parameter's head and the tail the optimizer keeps."""
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flashopt_compile.checkpoint.values import Group, Keeper, described, is_tensor
+from quant.format import WeightFormat
 from quant.split import Split
 
 COMPILED = "_orig_mod."
@@ -90,7 +92,7 @@ def set_fp32(keeper: Keeper, model: nn.Module, state_dict: Mapping[str, Any], st
         group = groups.get(id(held))
         heads[actual] = value
         if group is not None:
-            head, *tail = keeper.storage(group, held).weight.encode(value.to(held.device, torch.float32))
+            head, *tail = encode(keeper.storage(group, held).weight, value.to(held.device, torch.float32))
             heads[actual] = head
             tails += ((held, each) for each in tail)
     unwrapped(model).load_state_dict(heads, strict=False)
@@ -98,6 +100,25 @@ def set_fp32(keeper: Keeper, model: nn.Module, state_dict: Mapping[str, Any], st
         if not keeper.state.get(parameter):
             keeper.state[parameter] = keeper.new_state(groups[id(parameter)], parameter)
         keeper.state[parameter]["tail"].copy_(tail)
+
+
+def encode(weight: WeightFormat, w: Tensor) -> tuple[Tensor, ...]:
+    """The parts of fp32 weights, to the bit for those that parts were decoded to.
+
+    Dithered steps leave some weights beside a head that is not their nearest; with the nearest one, where its binade is
+    another, no tail may come to the same sum.
+    """
+    parts = weight.encode(w)
+    if not isinstance(weight, Split):
+        return parts
+    head, tail = parts
+    for towards in (-math.inf, math.inf):
+        other = torch.nextafter(head, torch.full_like(head, towards))
+        codes = ((w - other.to(torch.float32)) / weight.resolution(other, tail)).round()
+        rest = codes.clamp(-weight.levels, weight.levels).nan_to_num(0).to(weight.tail)
+        better = (weight.decode(head, tail) != w) & (weight.decode(other, rest) == w)
+        head, tail = torch.where(better, other, head), torch.where(better, rest, tail)
+    return head, tail
 
 
 def check_tied(owner: str, own: Mapping[str, tuple[str, Any]], given: Mapping[str, Any]) -> None:

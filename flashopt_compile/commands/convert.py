@@ -94,9 +94,7 @@ def _safetensors() -> ModuleType:
     try:
         import safetensors.torch
     except ImportError as error:
-        raise ImportError(
-            "the package safetensors is not there: pip install 'flashopt-compile[checkpoint]'."
-        ) from error
+        raise ImportError("safetensors is not installed: pip install 'flashopt-compile[checkpoint]'.") from error
     return safetensors.torch
 
 
