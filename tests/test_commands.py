@@ -179,7 +179,7 @@ def losses(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, seed:
 def test_torch_optim_goes_on_from_a_converted_transformer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """With the loss curve it should have: that of FlashAdamW going on, and not that of an AdamW that starts anew."""
     monkeypatch.chdir(tmp_path)
-    plan = Plan(steps=30, batch=8, shape=Shape(width=64, layers=1, heads=2, context=32))
+    plan = Plan(steps=20, batch=8, shape=Shape(width=32, layers=1, heads=2, context=32))
     model = new_transformer(plan.shape, 0).to(torch.bfloat16)
     optimizer = FlashAdamW(model.parameters(), lr=4e-3, eager=True)
     losses(model, optimizer, plan, seed=0)
@@ -197,5 +197,5 @@ def test_torch_optim_goes_on_from_a_converted_transformer(tmp_path: Path, monkey
 
     ours = torch.tensor(losses(model, optimizer, plan, seed=1))
     resumed, anew = (torch.tensor(converted(is_resumed)) for is_resumed in (True, False))
-    assert (ours - resumed).abs().max() < 0.02
-    assert (ours - anew).abs().max() > 0.1
+    assert (ours - resumed).abs().max() < 0.01  # nats; it is 0.0013
+    assert (ours - anew).abs().max() > 0.05  # 0.13
