@@ -9,8 +9,7 @@ import torch
 from torch.nn import Parameter
 from training import ALIGNED, BIAS, STATE_LETTERS, assert_state_within_bound, held, parameters, params_of, train
 
-from flashopt_compile import FlashAdamW, FlashLion, FlashOptimizer, FlashSGD, FlashSGDW
-from flashopt_compile.checkpoint.flashoptim import flashoptim_state_dict
+from flashopt_compile import FlashAdamW, FlashLion, FlashOptimizer, FlashSGD, FlashSGDW, flashoptim_state_dict
 from flashopt_compile.checkpoint.weights import weight_of
 
 GOLDEN = Path(__file__).parent / "golden"

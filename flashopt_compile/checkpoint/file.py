@@ -66,7 +66,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.
     before = {key: each.detach().cpu().clone() for key, (_, each) in entries(model).items() if isinstance(each, Tensor)}
     held = {"state": optimizer.state, "param_groups": optimizer.param_groups}
     try:
-        optimizer.load_state_dict(content["optimizer"])
+        optimizer.load_state_dict(mapped(content["optimizer"], Tensor.clone))  # torch.optim's would keep what it gets
         unwrapped(model).load_state_dict(saved)
     except Exception:
         optimizer.__setstate__(held)
