@@ -51,17 +51,17 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]
 
 def main(path: str) -> None:
     torch.set_num_threads(1)  # a fork has no other threads
+    model, optimizer = pair()
     for _ in sys.stdin:
         child = os.fork()
         if not child:
-            save_for_ever(path)
+            save_for_ever(path, model, optimizer)
         print(child, flush=True)
         os.waitpid(child, 0)
         print("dead", flush=True)
 
 
-def save_for_ever(path: str) -> None:
-    model, optimizer = pair()
+def save_for_ever(path: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     count = 0
     while True:
         save(path, model, optimizer, count=count, weight=torch.full((200_000,), float(count)))

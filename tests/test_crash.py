@@ -32,6 +32,14 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path, monkeyp
     assert os.listdir(tmp_path) == ["run.ckpt"]
 
 
+def children(lines: list[str]) -> list[int]:
+    return [int(line) for line in lines if line.strip().isdigit()]
+
+
+def saves(lines: list[str]) -> list[int]:
+    return [int(line.split()[1]) for line in lines if line.startswith("saved")]
+
+
 def test_killed_at_any_moment_the_previous_checkpoint_is_whole(tmp_path: Path):
     """Twenty times, each at another moment of a save; what the dead leave is removed by the next save."""
     path = tmp_path / "run.ckpt"
@@ -44,12 +52,12 @@ def test_killed_at_any_moment_the_previous_checkpoint_is_whole(tmp_path: Path):
             path.unlink(missing_ok=True)
             process.stdin.write("go\n")
             process.stdin.flush()
-            first, second = process.stdout.readline(), process.stdout.readline()
-            child = int(first if first.strip().isdigit() else second)  # whichever came first, it or a save
+            lines: list[str] = []
+            while not (children(lines) and saves(lines)):
+                lines.append(process.stdout.readline())
             time.sleep(moments.uniform(0.01, 0.06))
-            os.kill(child, signal.SIGKILL)
-            lines = [first, second, *iter(process.stdout.readline, "dead\n")]
-            done = max(int(line.split()[1]) for line in lines if line.startswith("saved"))
+            os.kill(children(lines)[0], signal.SIGKILL)
+            done = max(saves([*lines, *iter(process.stdout.readline, "dead\n")]))
             model, optimizer = pair(seed=9)
             extra = load(path, model, optimizer)
             assert extra["count"] in (done, done + 1)  # renamed, and not told of any more

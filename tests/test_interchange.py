@@ -142,6 +142,22 @@ def test_a_tail_that_went_through_torch_optim_is_not_taken_for_one():
     assert not resumed.state[params_of(resumed)[0]]["tail"].any()
 
 
+def test_tails_stay_when_a_state_dict_says_nothing_of_them():
+    """Exact weights are set first, then the states of torch.optim are loaded."""
+    model = torch.nn.Linear(64, 40)
+    theirs = torch.optim.AdamW(model.parameters())
+    give_gradients(params_of(theirs), 0)
+    theirs.step()
+    exact = copy.deepcopy(model.state_dict())
+    model.to(torch.bfloat16)
+    ours = FlashAdamW(model.parameters(), eager=True)
+    ours.set_fp32_model_state_dict(model, exact)
+    before = ours.get_fp32_model_state_dict(model)
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.state[model.weight]["tail"].any()
+    assert_identical(list(ours.get_fp32_model_state_dict(model).values()), list(before.values()))
+
+
 def test_what_torch_optim_has_and_ours_lacks_is_refused():
     amsgrad = torch.optim.AdamW(parameters(), amsgrad=True)
     give_gradients(params_of(amsgrad), 0)
