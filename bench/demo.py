@@ -1,6 +1,6 @@
 """The method in one run: exact fp32 AdamW and FlashAdamW train the same transformer on the same batches.
 
-python -m bench.demo [--steps 300] [--seeds 1] [--out demo.png]
+python -m bench.demo [--steps 300] [--seeds 1] [--out demo.png] [--checkpoint demo.ckpt]
 """
 
 import os
@@ -22,7 +22,7 @@ from tqdm import tqdm
 from bench.demo_picture import draw
 from bench.machine import describe_machine
 from bench.transformer import Plan, held_out_loss, multiplies_bf16, new_model, standard_library, train
-from flashopt_compile import FlashAdamW
+from flashopt_compile import FlashAdamW, save
 
 BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps, {elapsed}{postfix}"
 LAST = 20  # steps whose mean is the final loss
@@ -87,8 +87,8 @@ def bytes_per_parameter(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     return parts
 
 
-def run(contender: Contender, plan: Plan, seed: int) -> Run:
-    """Train with one optimizer from one seed, showing progress."""
+def run(contender: Contender, plan: Plan, seed: int, checkpoint: Path | None = None) -> Run:
+    """Train with one optimizer from one seed, showing progress; write what it came to, if asked to."""
     result = Run()
     begin = time.perf_counter()
     model = new_model(plan.shape, seed).to(contender.dtype)
@@ -105,6 +105,8 @@ def run(contender: Contender, plan: Plan, seed: int) -> Run:
     result.held_out = held_out_loss(model, plan)
     result.seconds = time.perf_counter() - begin
     result.bytes_per_parameter = bytes_per_parameter(optimizer)
+    if checkpoint is not None:
+        save(checkpoint, model, optimizer, steps=plan.steps, seed=seed)
     return result
 
 
@@ -156,6 +158,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=Plan.steps, help="steps of each training (%(default)s)")
     parser.add_argument("--seeds", type=int, default=1, help="trainings of each optimizer (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("demo.png"), help="the picture to write (%(default)s)")
+    parser.add_argument("--checkpoint", type=Path, help="write FlashAdamW's checkpoint of the first seed here")
     options = parser.parse_args(arguments)
     if options.steps < LAST or options.seeds < 1:
         parser.error(f"steps is {options.steps}, seeds {options.seeds}; allowed are at least {LAST} and 1.")
@@ -178,13 +181,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     runs: dict[str, list[Run]] = {contender.name: [] for contender in CONTENDERS}
     for seed in range(options.seeds):
         for contender in CONTENDERS:
-            runs[contender.name].append(run(contender, plan, seed))
+            kept = options.checkpoint if seed == 0 and contender.optimizer is FlashAdamW else None
+            runs[contender.name].append(run(contender, plan, seed, kept))
     print(f"\n{table(runs)}\n\n{verdict(runs)}")
     draw(
         {name: [r.losses for r in each] for name, each in runs.items()},
         {name: each[0].bytes_per_parameter for name, each in runs.items()},
         options.out,
     )
+    if options.checkpoint is not None:
+        print(f"Checkpoint: {options.checkpoint}; try flashopt inspect {options.checkpoint}.")
     print(f"Picture: {options.out}. {time.perf_counter() - begin:.0f} s in all.")
 
 

@@ -1,5 +1,7 @@
 """Drop-in PyTorch optimizers that train with 7 bytes per parameter, every step compiled from pure PyTorch."""
 
+from flashopt_compile.checkpoint.file import load, save
+from flashopt_compile.checkpoint.flashoptim import flashoptim_state_dict
 from flashopt_compile.numerics import Health, NumericsError
 from flashopt_compile.optimizer import FlashOptimizer
 from flashopt_compile.optimizers import FlashAdam, FlashAdamW, FlashLion, FlashSGD, FlashSGDW
@@ -21,8 +23,11 @@ __all__ = [
     "compute_ecc_bits",
     "debias",
     "dequantize",
+    "flashoptim_state_dict",
+    "load",
     "quantize",
     "reconstruct_fp32_param",
     "rule",
+    "save",
     "unbias",
 ]

@@ -9,6 +9,9 @@ from types import ModuleType
 COMMANDS = {
     "kernels": "the GPU kernels of a step, written and compiled without a GPU",
     "bench": "the speed of a step beside torch and other libraries",
+    "inspect": "what a checkpoint holds: parts and their bytes, versions, and the health of its numbers",
+    "convert": "a checkpoint as one of torch.optim, flashopt, FlashOptim or safetensors",
+    "verify": "whether two checkpoints are bit-identical and, if not, the worst difference of each tensor",
 }
 
 

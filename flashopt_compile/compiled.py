@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashopt_compile.batch import CHUNK_ELEMENTS, works_in_cache
-from flashopt_compile.pieces import lane_phases, no_phase, row_phases
+from flashopt_compile.batch import CHUNK_ELEMENTS, Batch, works_in_cache
+from flashopt_compile.pieces import Piece, lane_phases, no_phase, row_phases
 from flashopt_compile.step import Numbers, Place, Step
 from flashopt_compile.storage import FLAT_COLUMNS
 
@@ -45,18 +45,23 @@ def run(step: Step, tensors: Sequence[Tensor], t: Tensor, place: Place, hyper: N
     head.copy_(new_head)
 
 
-def prepare(step: Step, parameter: Tensor, hyper: Numbers) -> None:
-    """Compile what steps of `parameter`, with gradients of its dtype, will need."""
+def kind_of(step: Step, parameter: Tensor) -> tuple[Any, ...]:
+    """Equal for parameters that `prepare` need be called with but once."""
+    shape = () if works_in_cache(parameter.device) else tuple(parameter.shape)
+    return id(step), parameter.dtype, parameter.device, shape
+
+
+def prepare(step: Step, parameter: Tensor, hyper: Numbers) -> bool:
+    """Compile what steps of `parameter`, with gradients of its dtype, will need; false if nothing was left to do."""
+    before = len(_kernels)
     if works_in_cache(parameter.device):
         _kernel_in_cache(step, parameter.dtype, parameter.device, hyper)
-        return
-    shape = tuple(parameter.shape)
-    for start, block in step.storage.blocks(shape, _zeros(step, shape, parameter.dtype, parameter.device)):
-        run(step, block, torch.ones(()), Place.at(start), hyper)
-
-
-def is_compiled(step: Step, grad_dtype: torch.dtype, device: torch.device) -> bool:
-    return (id(step), grad_dtype, device) in _kernels
+    else:  # step one like it
+        head, grad, *rest = _zeros(step, tuple(parameter.shape), parameter.dtype, parameter.device)
+        batch = Batch(run, {})
+        batch.add(step, Piece.of(step, [head, *rest]), grad, torch.ones(()), hyper)
+        batch.flush()
+    return len(_kernels) > before
 
 
 def compile_in_place(step: Step, **options: Any) -> Kernel:

@@ -64,6 +64,16 @@ def health(parameters: Iterator[tuple[Step, list[Tensor], Tensor, Numbers]]) -> 
     )
 
 
+def has_nonfinite(grads: Sequence[Tensor]) -> bool:
+    """Whether any gradient has an Inf or NaN, which a graph that the caller is compiling cannot ask."""
+    if grads and torch.compiler.is_compiling():
+        raise RuntimeError(
+            "skip_nonfinite=True decides on the gradients' values, which torch.compile(opt.step) cannot."
+        )
+    # The extremes show any Inf or NaN, and take no memory.
+    return any(not bool(extreme.isfinite()) for grad in grads if grad.numel() for extreme in grad.aminmax())
+
+
 def nonfinite(step: Step, tensors: Sequence[Tensor]) -> int:
     """How many of a parameter's weights and states are Inf or NaN."""
     count = 0

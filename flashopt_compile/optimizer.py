@@ -10,8 +10,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from flashopt_compile import checkpoint, compiled, numerics
+from flashopt_compile import compiled, numerics
 from flashopt_compile.batch import Batch, Pack
+from flashopt_compile.checkpoint import states, weights
+from flashopt_compile.memory import memory
 from flashopt_compile.options import (
     STORAGE_OPTIONS,
     check_gradient,
@@ -53,14 +55,17 @@ class FlashOptimizer(torch.optim.Optimizer):
 
     The constructor takes the parameters, the rule's hyper-parameters and, for all or per group:
     `master_weight_bits` 24, 32 or None (the weight's head and tail together; None for no tail),
-    `quantize` (8-bit states), `rounding` "dither" or "nearest", `maximize`, `decouple_lr` (weight decay
-    scaled by lr/initial_lr instead of lr), `check_numerics` and `skip_nonfinite` (no step at all when any
-    gradient is Inf or NaN). `eager=True` runs the step uncompiled, for debugging; the results are the same.
+    `quantize` (8-bit states), `rounding` "dither" or "nearest", `maximize`, `compress_state_dict` (False to
+    save states as torch.optim does), `decouple_lr` (weight decay scaled by lr/initial_lr instead of lr),
+    `check_numerics` and `skip_nonfinite` (no step at all when any gradient is Inf or NaN). `eager=True` runs
+    the step uncompiled, for debugging; the results are the same.
     """
 
     rule: ClassVar[Rule]
     hyper: ClassVar[dict[str, Any]]
     decays_by_penalty: ClassVar[bool] = False  # weight decay is an L2 penalty on the gradient
+    torch_names: ClassVar[dict[str, str]] = {}  # what torch.optim calls the rule's states
+    namesake: ClassVar[type[Any] | None] = None  # the optimizer of torch.optim that does the same
 
     def __init_subclass__(cls, rule: Rule | None = None, **flags: Any) -> None:
         super().__init_subclass__()
@@ -124,6 +129,11 @@ class FlashOptimizer(torch.optim.Optimizer):
             group.setdefault("initial_lr", group["lr"])
 
     @classmethod
+    def kind(cls) -> str:
+        """The name of the class that was declared with the rule: what a checkpoint says it is of."""
+        return next((each.__name__ for each in cls.__mro__ if "rule" in vars(each)), cls.__name__)
+
+    @classmethod
     def rule_of(cls, group: Group) -> Rule:
         """The rule a group follows; the class's own unless its options choose among several."""
         return cls.rule
@@ -165,7 +175,7 @@ class FlashOptimizer(torch.optim.Optimizer):
         """Step inside a graph that the caller is compiling."""
         for group, name, parameter, state in work:
             self._check_keys(group, name, parameter, state)
-            storage = self._storage(group, parameter)
+            storage = self.storage(group, parameter)
             state["step"] += 1
             step = Step(self.rule_of(group), storage, group["rounding"], group["maximize"])
             trace(
@@ -203,37 +213,17 @@ class FlashOptimizer(torch.optim.Optimizer):
         kinds: dict[Any, tuple[Step, Group, Tensor]] = {}
         for group, _, parameter, _ in self._work(make=False):
             step = self._step_of(group, parameter)
-            if parameter.numel() and not compiled.is_compiled(step, parameter.dtype, parameter.device):
-                kinds[step, parameter.dtype, parameter.device] = step, group, parameter
+            if parameter.numel():
+                kinds[compiled.kind_of(step, parameter)] = step, group, parameter
         for number, (step, group, parameter) in enumerate(kinds.values(), start=1):
             begin = time.perf_counter()
-            compiled.prepare(step, parameter, self._numbers(group))
-            if verbose:
+            if compiled.prepare(step, parameter, self._numbers(group)) and verbose:
                 took = f"{time.perf_counter() - begin:.1f} s"
                 print(f"{type(self).__name__}: compiled {number} of {len(kinds)}, {step}: {took}", file=sys.stderr)
 
     def memory(self) -> dict[str, Any]:
-        """Bytes that exist now: `parts` by kind, `parameters` by name, their `total`, and `per_parameter`.
-
-        Counted from the tensors themselves; gradients count while they are held.
-        """
-        by_name: dict[str, dict[str, int]] = {}
-        elements = 0
-        for _, name, parameter, state in self._work(make=False):
-            tensors = {"weight": parameter, "gradient": parameter.grad, **state}
-            by_name[name] = {key: value.nbytes for key, value in tensors.items() if isinstance(value, Tensor)}
-            elements += parameter.numel()
-        parts: dict[str, int] = {}
-        for sizes in by_name.values():
-            for part, size in sizes.items():
-                parts[part] = parts.get(part, 0) + size
-        total = sum(parts.values())
-        return {
-            "parts": parts,
-            "parameters": by_name,
-            "total": total,
-            "per_parameter": total / max(1, elements),
-        }
+        """Bytes that exist now: `parts` by kind, `parameters` by name, their `total`, and `per_parameter`."""
+        return memory((name, parameter, state) for _, name, parameter, state in self._work(make=False))
 
     @torch.no_grad()
     def health(self) -> list[numerics.Health]:
@@ -255,18 +245,20 @@ class FlashOptimizer(torch.optim.Optimizer):
             for name, parameter in zip(names, group["params"], strict=True):
                 if parameter.requires_grad:
                     if make and not self.state.get(parameter):
-                        self.state[parameter] = self._new_state(group, parameter)
+                        self.state[parameter] = self.new_state(group, parameter)
                     yield group, name, parameter, self.state.get(parameter, {})
 
-    def _storage(self, group: Group, parameter: Tensor) -> Storage:
+    def storage(self, group: Group, parameter: Tensor) -> Storage:
+        """How a parameter's weight and states are stored under the group's options."""
         shape = tuple(parameter.shape)
         return storage_of(self.rule_of(group), parameter.dtype, shape, group["master_weight_bits"], group["quantize"])
 
     def _step_of(self, group: Group, parameter: Tensor) -> Step:
-        return Step.of(self.rule_of(group), self._storage(group, parameter), group["rounding"], group["maximize"])
+        return Step.of(self.rule_of(group), self.storage(group, parameter), group["rounding"], group["maximize"])
 
-    def _new_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
-        parts = self._storage(group, parameter).parts(tuple(parameter.shape))
+    def new_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
+        """A parameter's state before its first step."""
+        parts = self.storage(group, parameter).parts(tuple(parameter.shape))
         zeros = {key: torch.zeros(part.shape, dtype=part.dtype, device=parameter.device) for key, part in parts.items()}
         return {"step": torch.zeros((), dtype=torch.float32), **zeros}
 
@@ -279,7 +271,7 @@ class FlashOptimizer(torch.optim.Optimizer):
         ]
 
     def _check_keys(self, group: Group, name: str, parameter: Tensor, state: dict[str, Any]) -> None:
-        parts = self._storage(group, parameter).parts(tuple(parameter.shape))
+        parts = self.storage(group, parameter).parts(tuple(parameter.shape))
         found = {key: value.dtype for key, value in state.items() if key != "step"}
         expected = {key: part.dtype for key, part in parts.items()}
         if found != expected:
@@ -302,42 +294,41 @@ class FlashOptimizer(torch.optim.Optimizer):
         return {name: tensor(value) for name, value in hyper.items()}
 
     def _has_nonfinite_gradient(self, work: list[Work]) -> bool:
-        grads = [p.grad for group, _, p, _ in work if group["skip_nonfinite"] and p.grad is not None and p.numel()]
-        if grads and torch.compiler.is_compiling():
-            raise RuntimeError(
-                "skip_nonfinite=True decides on the gradients' values, which torch.compile(opt.step) cannot."
-            )
-        # The extremes show any Inf or NaN, and take no memory.
-        return any(not bool(extreme.isfinite()) for grad in grads for extreme in grad.aminmax())
+        grads = [p.grad for group, _, p, _ in work if group["skip_nonfinite"] and p.grad is not None]
+        return numerics.has_nonfinite(grads)
+
+    def state_dict(self) -> dict[str, Any]:
+        """States as they are stored, or as torch.optim has them in groups with compress_state_dict=False."""
+        return states.outgoing(self, super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave, bit for bit; on a mismatch nothing changes."""
-        owner = type(self).__name__
-        saved = state_dict["param_groups"]
-        if [len(group["params"]) for group in saved] != [len(group["params"]) for group in self.param_groups]:
-            sizes = [len(group["params"]) for group in saved]
-            own = [len(group["params"]) for group in self.param_groups]
-            raise ValueError(f"{owner}: the state dict has groups of {sizes} parameters; this optimizer has {own}.")
-        for group, saved_group in zip(self.param_groups, saved, strict=True):
-            options = {**self.defaults, **saved_group}
-            check_options(owner, options, self.hyper)
-            for key, parameter in zip(saved_group["params"], group["params"], strict=True):
-                if key in state_dict["state"]:
-                    parts = self._storage(options, parameter).parts(tuple(parameter.shape))
-                    checkpoint.check_state(owner, str(key), state_dict["state"][key], parts)
-        ids = [key for group in saved for key in group["params"]]
-        hook = self.register_load_state_dict_pre_hook(lambda _, state_dict: checkpoint.wrapped(state_dict, ids))
+        """Load what `state_dict` gave, bit for bit; or one of torch.optim, FlashOptim, bitsandbytes or torchao.
+
+        If it does not fit, a ValueError says why in a sentence and nothing changes.
+        """
+        states.check_frame(type(self).__name__, state_dict)
+        hook = self.register_load_state_dict_pre_hook(lambda _, state_dict: states.incoming(self, state_dict))
         try:
-            super().load_state_dict(state_dict)
+            super().load_state_dict(dict(state_dict))
         finally:
             hook.remove()
+
+    def get_fp32_model_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
+        """The model's state dict with its weights as exactly as the optimizer has them, in fp32."""
+        return weights.get_fp32(self, model)
+
+    def set_fp32_model_state_dict(
+        self, model: torch.nn.Module, state_dict: dict[str, Any], strict: bool = True
+    ) -> None:
+        """Set the model's weights from fp32, keeping what 16-bit heads round away; on an error nothing changes."""
+        weights.set_fp32(self, model, state_dict, strict)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "eager": self.eager}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for parameter, value in state["state"].items():
-            if isinstance(value, checkpoint.Opaque):
-                state["state"][parameter] = checkpoint.copied(value.state, parameter.device)
+            if isinstance(value, states.Opaque):
+                state["state"][parameter] = states.copied(value.state, parameter.device)
         super().__setstate__(state)
         self._entries, self._packs = {}, {}

@@ -2,29 +2,43 @@
 
 from typing import Any
 
+import torch
+
 from flashopt_compile.optimizer import FlashOptimizer
 from flashopt_compile.rule import Rule
 from flashopt_compile.rules import adam, adamw, lion, sgd
 
+ADAM_NAMES = {"m": "exp_avg", "v": "exp_avg_sq"}
+SGD_NAMES = {"m": "momentum_buffer"}
+
 
 class FlashAdamW(FlashOptimizer, rule=adamw.adamw):
     """Drop-in for `torch.optim.AdamW`: 5.13 bytes per parameter beside the gradient, for a bf16 model."""
+
+    torch_names = ADAM_NAMES
+    namesake = torch.optim.AdamW
 
 
 class FlashAdam(FlashOptimizer, rule=adam.adam):
     """Drop-in for `torch.optim.Adam`: 5.13 bytes per parameter beside the gradient, for a bf16 model."""
 
     decays_by_penalty = True
+    torch_names = ADAM_NAMES
+    namesake = torch.optim.Adam
 
 
 class FlashLion(FlashOptimizer, rule=lion.lion):
     """Lion: 4.07 bytes per parameter beside the gradient, for a bf16 model."""
+
+    torch_names = ADAM_NAMES
 
 
 class FlashSGD(FlashOptimizer, rule=sgd.sgd_momentum, nesterov=False):
     """Drop-in for `torch.optim.SGD`: with momentum 4.07 bytes per parameter beside the gradient, without it 3."""
 
     decays_by_penalty = True
+    torch_names = SGD_NAMES
+    namesake = torch.optim.SGD
 
     @classmethod
     def rule_of(cls, group: dict[str, Any]) -> Rule:
@@ -35,6 +49,8 @@ class FlashSGD(FlashOptimizer, rule=sgd.sgd_momentum, nesterov=False):
 
 class FlashSGDW(FlashOptimizer, rule=sgd.sgdw_momentum, nesterov=False):
     """SGD with decoupled weight decay: w ← w − lr·(momentum + weight_decay·w)."""
+
+    torch_names = SGD_NAMES
 
     @classmethod
     def rule_of(cls, group: dict[str, Any]) -> Rule:

@@ -15,6 +15,7 @@ STORAGE_OPTIONS: dict[str, Any] = {
     "master_weight_bits": 24,
     "quantize": True,
     "rounding": "dither",
+    "compress_state_dict": True,
     "decouple_lr": False,
     "check_numerics": False,
     "skip_nonfinite": False,
@@ -30,13 +31,20 @@ TORCH_OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 
 
+def one_line(value: Any) -> str:
+    """A value as it prints, in one line of at most 80 characters, for a sentence."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def _at_least_zero(value: Any) -> bool:
     return _is_number(value) and 0 <= value < math.inf
 
 
 def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return value.numel() == 1 and not value.is_complex() and not bool(value.isnan())
+        dense = value.layout == torch.strided and not value.is_meta
+        return dense and value.numel() == 1 and not value.is_complex() and not bool(value.isnan())
     return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 
@@ -44,6 +52,10 @@ def _are_betas(value: Any) -> bool:
     return (
         isinstance(value, tuple | list) and len(value) > 0 and all(_is_number(beta) and 0 <= beta < 1 for beta in value)
     )
+
+
+def _are_bits(value: Any) -> bool:
+    return value is None or (isinstance(value, int) and value in TAILS)
 
 
 CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -56,11 +68,12 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "nesterov": (lambda value: isinstance(value, bool), "True or False"),
     "maximize": (lambda value: isinstance(value, bool), "True or False"),
     "quantize": (lambda value: isinstance(value, bool), "True or False"),
+    "compress_state_dict": (lambda value: isinstance(value, bool), "True or False"),
     "decouple_lr": (lambda value: isinstance(value, bool), "True or False"),
     "check_numerics": (lambda value: isinstance(value, bool), "True or False"),
     "skip_nonfinite": (lambda value: isinstance(value, bool), "True or False"),
-    "master_weight_bits": (lambda value: value in (None, *TAILS), "24, 32 or None"),
-    "rounding": (lambda value: value in ("dither", "nearest"), "'dither' or 'nearest'"),
+    "master_weight_bits": (_are_bits, "24, 32 or None"),
+    "rounding": (lambda value: isinstance(value, str) and value in ("dither", "nearest"), "'dither' or 'nearest'"),
 }
 
 
@@ -70,7 +83,7 @@ def check_options(owner: str, options: Mapping[str, Any], hyper: Mapping[str, An
         if name in CHECKS:
             allowed, description = CHECKS[name]
             if not allowed(value):
-                raise ValueError(f"{owner}: {name} is {value!r}; allowed is {description}.")
+                raise ValueError(f"{owner}: {name} is {one_line(value)}; allowed is {description}.")
     for name, default in hyper.items():
         if isinstance(default, tuple) and len(options[name]) != len(default):
             raise ValueError(f"{owner}: {name} is {options[name]!r}; allowed are {len(default)} numbers.")

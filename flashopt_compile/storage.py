@@ -22,6 +22,11 @@ TAILS = {24: torch.int8, 32: torch.int16}
 PARAMETER_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+def keys_of(state: str, format: Format) -> tuple[str, ...]:
+    """The keys of a state's parts, in the format's order."""
+    return (state,) if isinstance(format, Raw) else tuple(f"{state}.{name}" for name in format.names)
+
+
 @dataclass(frozen=True)
 class Storage:
     """How one parameter's weight and states are stored; the same for every parameter of like kind."""
@@ -33,8 +38,7 @@ class Storage:
         """What is stored beside the parameter itself, by key: `tail`, and `m.codes`, `m.scales` or `m`."""
         parts = {name: self.weight.parts(shape)[name] for name in self.weight.names[1:]}
         for state, format in self.states:
-            for name, part in format.parts(shape).items():
-                parts[state if isinstance(format, Raw) else f"{state}.{name}"] = part
+            parts |= zip(keys_of(state, format), format.parts(shape).values(), strict=True)
         return parts
 
     def step_parts(self, shape: tuple[int, ...], grad_dtype: torch.dtype) -> list[Part]:

@@ -164,6 +164,19 @@ MISMATCHES: dict[str, tuple[Callable[[StateDict], Any], str]] = {
     ),
     "no tensor": (lambda d: d["state"][0].update(tail=None), "tail of parameter 0 is None"),
     "bad option": (lambda d: d["param_groups"][0].update(betas=(0.9, 2.0)), r"betas is \(0.9, 2.0\)"),
+    "newer format": (
+        lambda d: d["flashopt"].update(format=2, library="9.9"),
+        "has format 2, written by version 9.9; this version reads formats up to 1",
+    ),
+    "no stamp to speak of": (lambda d: d.update(flashopt=[1]), r"'flashopt' of the state dict is \[1\]"),
+    "lost state": (lambda d: d["state"].pop(1), "has 2 states of 3 parameters; when it was written it had 3 of 3"),
+    "state of nothing": (lambda d: d["state"].update({7: {}}), r"has the states \[7\] of no parameter"),
+    "other dtype": (
+        lambda d: d["flashopt"].update(dtypes=["float16"] * 3),
+        "parameter 0 has a tail of float16 weights; the parameter is torch.bfloat16",
+    ),
+    "no groups": (lambda d: d.pop("param_groups"), "expected is a dict with 'state' and 'param_groups'"),
+    "negative step": (lambda d: d["state"][0].update(step=-1), "step of parameter 0 is -1; expected is a number"),
     "other storage": (
         lambda d: d["param_groups"][0].update(quantize=False),
         "has the keys .*m.codes.* expected are .*'m'",
@@ -189,13 +202,20 @@ def test_a_mismatch_is_one_sentence_and_changes_nothing(mismatch: str):
 
 def test_a_state_dict_of_another_optimizer_is_refused():
     lion = train(FlashLion(parameters(), eager=True), range(1)).state_dict()
-    theirs = torch.optim.AdamW(parameters())
-    for parameter in theirs.param_groups[0]["params"]:
-        parameter.grad = torch.zeros_like(parameter)
-    theirs.step()
-    for wrong in (lion, theirs.state_dict()):
+    unstamped = {key: lion[key] for key in ("state", "param_groups")}
+    for wrong, sentence in ((lion, "is of FlashLion; expected is one of FlashAdamW"), (unstamped, "has the keys")):
         optimizer = train(FlashAdamW(parameters(), eager=True), range(1))
         before = stored(optimizer)
-        with pytest.raises(ValueError, match=r"FlashAdamW: the state of parameter 0 has the keys"):
+        with pytest.raises(ValueError, match=f"FlashAdamW: the state.*{sentence}"):
             optimizer.load_state_dict(wrong)
         assert_identical(stored(optimizer), before)
+
+
+def test_a_subclass_without_a_rule_of_its_own_is_the_same_optimizer():
+    class Mine(FlashAdamW):
+        pass
+
+    optimizer = train(Mine(parameters(), eager=True), range(2))
+    resumed = FlashAdamW([p.detach().clone().requires_grad_() for p in optimizer.param_groups[0]["params"]], eager=True)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert_identical(stored(resumed), stored(optimizer))

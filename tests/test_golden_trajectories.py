@@ -172,7 +172,7 @@ def test_bf16_weights_and_states_follow_the_record(name: str, kind: type[FlashOp
 
 
 def master(optimizer: FlashOptimizer, parameter: Tensor) -> Tensor:
-    weight = optimizer._storage(optimizer.param_groups[0], parameter).weight
+    weight = optimizer.storage(optimizer.param_groups[0], parameter).weight
     return weight.decode(parameter.detach(), optimizer.state[parameter]["tail"]).double()
 
 

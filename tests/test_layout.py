@@ -13,21 +13,14 @@ ORDER: dict[str, list[str]] = {
     "quant": ["ulp", "format", "dither", "split", "compand", "grouped", "bounds"],
     "flashopt_compile": [
         *("rule", "rules", "storage", "step", "pieces", "batch", "compiled", "options", "checkpoint", "numerics"),
-        *("optimizer", "optimizers", "kernels", "commands", "cli"),
+        *("memory", "optimizer", "optimizers", "archive", "kernels", "commands", "cli"),
     ],
     "flashopt_compile.rules": ["adam", "adamw", "lion", "sgd"],
+    "flashopt_compile.checkpoint": ["values", "plain", "flashoptim", "foreign", "states", "weights", "file"],
     "flashopt_compile.kernels": [
-        "targets",
-        "pretend",
-        "source",
-        "emit",
-        "traffic",
-        "offline",
-        "interpret",
-        "stray",
-        "report",
+        *("targets", "pretend", "source", "emit", "traffic", "offline", "interpret", "stray", "report"),
     ],
-    "flashopt_compile.commands": ["bench", "kernels"],
+    "flashopt_compile.commands": ["bench", "table", "convert", "inspect", "verify", "kernels"],
 }
 LINE_LIMIT = 350
 VAGUE_NAMES = {"util", "utils", "helper", "helpers", "misc", "common"}

@@ -108,7 +108,7 @@ def assert_step_follows_the_oracle(
     row: Row, optimizer: FlashOptimizer, parameter: Tensor, t: int, old: dict[str, Tensor]
 ) -> None:
     group = optimizer.param_groups[0]
-    storage = optimizer._storage(group, parameter)
+    storage = optimizer.storage(group, parameter)
     state = {name: value for name, value in old.items() if name != "w"}
     assert parameter.grad is not None
     g = parameter.grad.double()

@@ -162,7 +162,7 @@ def test_plain_w_is_moved_by_to_within_one_code(bits: int | None, rounding: str)
     one, other = (train(optimizer, range(1)) for optimizer in optimizers)
     (p,), (q,) = (optimizer.param_groups[0]["params"] for optimizer in (one, other))
     difference = (held(one, p)["w"] - held(other, q)["w"]).abs()
-    format = one._storage(one.param_groups[0], p).weight
+    format = one.storage(one.param_groups[0], p).weight
     rest = [one.state[p]["tail"]] if bits else []
     fp32_ulp = p.detach().abs().double() * 2.0**-23
     assert (difference <= format.resolution(p.detach(), *rest).double() + fp32_ulp).all()

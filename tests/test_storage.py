@@ -95,7 +95,7 @@ def test_states_are_the_parts_declared(row: Row):
     optimizer = row.optimizer(params, **row.options, eager=True)
     optimizer.step()  # makes states, and no more, where there are no gradients
     for parameter in params:
-        parts = optimizer._storage(optimizer.param_groups[0], parameter).parts(tuple(parameter.shape))
+        parts = optimizer.storage(optimizer.param_groups[0], parameter).parts(tuple(parameter.shape))
         state = optimizer.state[parameter]
         assert {key: Part(tuple(state[key].shape), state[key].dtype) for key in parts} == parts
         assert state.keys() == {"step", *parts}

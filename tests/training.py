@@ -8,11 +8,15 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from flashopt_compile import FlashOptimizer
-from quant import Grouped, Split, dequantize
+from quant import ROOT8, SIGNED8, Grouped, Split, dequantize
+from quant.bounds import grouped_bound
 
 # Whole groups in every row; rows that end in a short group; and a bias.
 ALIGNED, RAGGED, BIAS = (40, 64), (33, 50), (7,)
 SHAPES = (ALIGNED, RAGGED, BIAS)
+# Our letters for torch.optim's states, and the bounds they are stored to.
+STATE_LETTERS = {"exp_avg": "m", "momentum_buffer": "m", "exp_avg_sq": "v"}
+STATE_LIMITS = {"m": grouped_bound(SIGNED8).function(), "v": grouped_bound(ROOT8).function()}
 
 
 def parameters(
@@ -43,7 +47,7 @@ def group_of(optimizer: FlashOptimizer, parameter: Tensor) -> dict[str, Any]:
 
 def held(optimizer: FlashOptimizer, parameter: Tensor) -> dict[str, Tensor]:
     """The weight `w` and the states a parameter is stored as, in float64."""
-    storage = optimizer._storage(group_of(optimizer, parameter), parameter)
+    storage = optimizer.storage(group_of(optimizer, parameter), parameter)
     state = optimizer.state[parameter]
     # Head and tail are added in float64: their sum in fp32 is off by up to half an fp32 ulp.
     values = {"w": parameter.detach().double()}
@@ -81,3 +85,17 @@ def assert_identical(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
         assert one.dtype == other.dtype
         assert one.shape == other.shape
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def assert_state_within_bound(optimizer: FlashOptimizer, parameter: Tensor, name: str, exact: Tensor) -> None:
+    """The state `name` of torch.optim is held to the bound of its format under nearest rounding; fp32 to the bit."""
+    letter, state = STATE_LETTERS[name], optimizer.state[parameter]
+    error = (held(optimizer, parameter)[letter] - exact.double()).abs()
+    if letter in state:
+        assert not error.any()
+    else:
+        assert (error <= STATE_LIMITS[letter](scale=scales_of(state, letter, parameter.shape[-1]))).all()

@@ -1,1 +1,1 @@
-"""The commands of `flashopt`, one file each: `HELP`, `add_arguments(parser)` and `run(options)`."""
+"""The commands of `flashopt`, one file each: `add_arguments(parser)` and `run(options)`; and how they print."""

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 
+from flashopt_compile.commands.table import phases, table
 from flashopt_compile.kernels.emit import emit
 from flashopt_compile.kernels.pretend import CHECKED, check_versions
-from flashopt_compile.kernels.report import Row, keep, report, table
+from flashopt_compile.kernels.report import HEAD, Row, keep, report
 from flashopt_compile.kernels.targets import TARGETS, targets_of
 from flashopt_compile.optimizer import FlashOptimizer
 from flashopt_compile.rule import Rule
@@ -49,8 +50,8 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"--parameters is {options.parameters}; allowed is at least 1.")
     check_versions()
     rows: list[Row] = []
-    for target in targets:
-        print(f"{target.name}: emitting and compiling {rule.name} …", file=sys.stderr, flush=True)
+    names = [f"{rule.name} for {target.name}, emitted and compiled" for target in targets]
+    for target, _ in zip(targets, phases("kernels", names), strict=True):
         emitted = emit(
             rule,
             target.name,
@@ -70,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     versions = ", ".join(f"{package} {version}" for package, version in CHECKED.items())
     print(f"{emitted.step}; {options.parameters} × {options.shape}; {versions}; bytes per element")
-    print(table(rows))
+    print(table([HEAD, *(row.cells() for row in rows)]))
     return 0
 
 

@@ -12,6 +12,11 @@ from flashopt_compile.kernels.traffic import traffic
 # What `--json` prints of a row.
 KEYS = ("target", "kernels", "temporaries", "read_bytes", "written_bytes", "registers", "spills", "shared_bytes")
 
+HEAD = [
+    *("target", "kernels", "temporaries", "read B", "written B", "sum", "least"),
+    *("registers", "spills", "shared B", "widest load", "configuration"),
+]
+
 
 @dataclass(frozen=True)
 class Row:
@@ -31,6 +36,15 @@ class Row:
 
     def figures(self) -> dict[str, Any]:
         return {key: asdict(self)[key] for key in KEYS}
+
+    def cells(self) -> list[str]:
+        """Under HEAD, for people to read."""
+        moved = (self.read_bytes, self.written_bytes, self.read_bytes + self.written_bytes, self.least_bytes)
+        counted = [self.target, str(self.kernels), str(self.temporaries), *(f"{size:.3f}" for size in moved)]
+        if self.registers is None:
+            return [*counted, "–", "–", "–", "–", "emitted only: triton has no compiler for it"]
+        taken = (self.registers, self.spills, self.shared_bytes, f"{self.widest_load_bits} bit", self.configuration)
+        return [*counted, *map(str, taken)]
 
 
 def report(emitted: Emitted) -> tuple[Row, list[Machine]]:
@@ -55,35 +69,6 @@ def report(emitted: Emitted) -> tuple[Row, list[Machine]]:
         "configuration": ", ".join(dict.fromkeys(machine.configuration for machine in machines)),
     }
     return Row(**{**asdict(row), **taken}), machines
-
-
-HEAD = (
-    *("target", "kernels", "temporaries", "read B", "written B", "sum", "least"),
-    *("registers", "spills", "shared B", "widest load", "configuration"),
-)
-
-
-def table(rows: Sequence[Row]) -> str:
-    """For people to read."""
-    lines: list[list[str]] = [list(HEAD)]
-    for row in rows:
-        moved = (row.read_bytes, row.written_bytes, row.read_bytes + row.written_bytes, row.least_bytes)
-        line = [row.target, str(row.kernels), str(row.temporaries), *(f"{size:.3f}" for size in moved)]
-        if row.registers is None:
-            line += ["–", "–", "–", "–", "emitted only: triton's wheel has no compiler for it"]
-        else:
-            taken = (row.registers, row.spills, row.shared_bytes, f"{row.widest_load_bits} bit", row.configuration)
-            line += map(str, taken)
-        lines.append(line)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    left = (0, len(widths) - 1)
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if number in left else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
 
 
 def keep(folder: Path, emitted: Emitted, machines: Sequence[Machine]) -> None:

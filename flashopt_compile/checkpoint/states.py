@@ -1,0 +1,226 @@
+"""State dicts: what an optimizer writes, and any that it understands, checked before anything is loaded.
+
+Ours are plain tensors under `step`, `tail`, `m.codes`, `m.scales` (or `m` in fp32), with a stamp under "flashopt".
+"""
+
+import math
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashopt_compile.checkpoint import flashoptim, foreign, plain
+from flashopt_compile.checkpoint.values import Group, Keeper, State, Values, compress, described, is_tensor
+from flashopt_compile.options import STORAGE_OPTIONS, TORCH_OPTIONS, check_options
+from flashopt_compile.storage import Storage
+from quant.format import Part
+
+FORMAT = 1
+STAMP = "flashopt"
+DECOUPLED = "decoupled_weight_decay"
+
+
+class Opaque:
+    """Carries one parameter's state through Optimizer.load_state_dict, which casts any tensor it can see to the
+    parameter's dtype (PyTorch does so for integer codes as well)."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def library_version() -> str:
+    try:
+        return version("flashopt-compile")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def outgoing(keeper: Keeper, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """What Optimizer.state_dict gave, stamped, and as torch.optim has it in groups with compress_state_dict=False."""
+    states, groups = dict(state_dict["state"]), list(state_dict["param_groups"])
+    for number, (own, group) in enumerate(zip(keeper.param_groups, groups, strict=True)):
+        if not own["compress_state_dict"]:
+            groups[number] = plain.write_options(keeper, group)
+            for key, parameter in zip(group["params"], own["params"], strict=True):
+                if key in states:
+                    states[key] = plain.write(states[key], keeper.torch_names, keeper.storage(own, parameter))
+    stamp = {
+        "format": FORMAT,
+        "optimizer": keeper.kind(),
+        "library": library_version(),
+        "states": len(states),
+        "dtypes": [str(each.dtype).removeprefix("torch.") for group in keeper.param_groups for each in group["params"]],
+    }
+    return {**state_dict, "state": states, "param_groups": groups, STAMP: stamp}
+
+
+def incoming(keeper: Keeper, state_dict: Any) -> dict[str, Any]:
+    """A state dict of ours, of torch.optim or of a library we know, in our keys; ValueError if it does not fit.
+
+    The caller's dict is left alone. States are opaque to Optimizer.load_state_dict.
+    """
+    owner = type(keeper).__name__
+    states, saved = check_frame(owner, state_dict)
+    dtypes = check_stamp(owner, keeper, state_dict.get(STAMP))
+    sizes, own = ([len(group["params"]) for group in groups] for groups in (saved, keeper.param_groups))
+    if sizes != own:
+        raise ValueError(f"{owner}: the state dict has groups of {sizes} parameters; this optimizer has {own}.")
+    ids = [key for group in saved for key in group["params"]]
+    positions = {key: position for position, key in enumerate(ids)}
+    extra = [key for key in states if key not in positions]
+    if extra or len(positions) != len(ids):
+        what = f"the states {described(extra)} of no parameter" if extra else "a parameter twice"
+        raise ValueError(f"{owner}: the state dict has {what} in its groups, which are of {sizes} parameters.")
+    recorded = (state_dict.get(STAMP) or {}).get("states", len(states)), len(dtypes) or len(ids)
+    if recorded != (len(states), len(ids)):
+        raise ValueError(
+            f"{owner}: the state dict has {len(states)} states of {len(ids)} parameters; when it was written it had "
+            f"{recorded[0]} of {recorded[1]}."
+        )
+    groups: list[Group] = []
+    loaded: dict[Any, Any] = {}
+    for group, saved_group in zip(keeper.param_groups, saved, strict=True):
+        options = understood_options(owner, keeper, group, saved_group)
+        for key, parameter in zip(saved_group["params"], group["params"], strict=True):
+            state = states.get(key)
+            if state:
+                dtype = dtypes[positions[key]] if dtypes else None
+                loaded[key] = Opaque(understood(owner, keeper, str(key), state, options, parameter, dtype))
+        groups.append(options)
+    return {"state": loaded, "param_groups": groups}
+
+
+def check_frame(owner: str, state_dict: Any) -> tuple[Mapping[Any, State], list[Group]]:
+    """The states and groups of a state dict that has the shape of one."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+        found = list(state_dict)[:5] if isinstance(state_dict, Mapping) else described(state_dict)
+        raise ValueError(f"{owner}: the state dict is {found}; expected is a dict with 'state' and 'param_groups'.")
+    states, groups = state_dict["state"], state_dict["param_groups"]
+    if not isinstance(states, Mapping) or not all(isinstance(state, Mapping) for state in states.values()):
+        raise ValueError(f"{owner}: 'state' of the state dict is {described(states)}; expected is a dict of dicts.")
+    fits = isinstance(groups, list | tuple) and all(
+        isinstance(group, Mapping)
+        and isinstance(group.get("params"), list | tuple)
+        and all(isinstance(key, int | str) for key in group["params"])
+        for group in groups
+    )
+    if not fits:
+        raise ValueError(
+            f"{owner}: 'param_groups' of the state dict is {described(groups)}; expected is a list of dicts with a "
+            "list 'params' of numbers or names."
+        )
+    return states, list(groups)
+
+
+def check_stamp(owner: str, keeper: Keeper, stamp: Any) -> list[str]:
+    """The dtypes of the parameters that were saved; of a dict without a stamp, which is of another origin, none."""
+    if stamp is None:
+        return []
+    fields = {"format": int, "optimizer": str, "states": int, "dtypes": list}
+    fits = isinstance(stamp, Mapping) and all(isinstance(stamp.get(key), kind) for key, kind in fields.items())
+    if not fits or not all(isinstance(dtype, str) for dtype in stamp["dtypes"]):
+        raise ValueError(f"{owner}: {STAMP!r} of the state dict is {described(stamp)}; expected are {list(fields)}.")
+    if not 1 <= stamp["format"] <= FORMAT:
+        raise ValueError(
+            f"{owner}: the state dict has format {stamp['format']}, written by version {stamp.get('library')}; this "
+            f"version reads formats up to {FORMAT}."
+        )
+    if stamp["optimizer"] != keeper.kind():
+        raise ValueError(f"{owner}: the state dict is of {stamp['optimizer']}; expected is one of {keeper.kind()}.")
+    return stamp["dtypes"]
+
+
+def understood_options(owner: str, keeper: Keeper, group: Group, saved: Group) -> Group:
+    """The saved group's options over the optimizer's own, without those that are torch.optim's alone."""
+    theirs = plain.torch_defaults(keeper).get(DECOUPLED)
+    if theirs is not None and isinstance(saved.get(DECOUPLED), bool) and saved[DECOUPLED] != theirs:
+        raise ValueError(f"{owner}: {DECOUPLED} of the state dict is {saved[DECOUPLED]}; expected is {theirs}.")
+    amsgrad = saved.get("amsgrad", False)
+    if amsgrad is not False:
+        raise ValueError(f"{owner}: amsgrad of the state dict is {described(amsgrad)}; supported is False.")
+    try:
+        saved = flashoptim.read_options(dict(saved))
+    except ValueError as error:
+        raise ValueError(f"{owner}: the state dict's {error}.") from None
+    known = {name: group[name] for name in (*keeper.hyper, *STORAGE_OPTIONS)}
+    options = {**known, **{key: value for key, value in saved.items() if key not in TORCH_OPTIONS}}
+    options["compress_state_dict"] = group["compress_state_dict"]  # says how to save, not what was saved
+    check_options(owner, options, keeper.hyper)
+    if options["decouple_lr"]:
+        options.setdefault("initial_lr", options["lr"])
+    return options
+
+
+def understood(
+    owner: str, keeper: Keeper, name: str, state: State, options: Group, parameter: Tensor, dtype: str | None
+) -> dict[str, Any]:
+    """One parameter's state in our keys, from whichever library it is."""
+    shape, storage = tuple(parameter.shape), keeper.storage(options, parameter)
+    parts = storage.parts(shape)
+    if "tail" in state and dtype is not None and dtype != str(parameter.dtype).removeprefix("torch."):
+        raise ValueError(
+            f"{owner}: the state of parameter {name} has a tail of {dtype} weights; the parameter is {parameter.dtype}."
+        )
+    if set(state) != {"step", *parts}:
+        try:
+            values = read(state, keeper.torch_names, storage, parameter)
+            if values is not None:
+                state = stored(storage, values, keeper.state.get(parameter, {}), parts)
+        except ValueError as error:
+            raise ValueError(f"{owner}: the state of parameter {name} {error}.") from None
+    check_state(owner, name, state, parts)
+    return dict(state)
+
+
+def read(state: State, names: dict[str, str], storage: Storage, parameter: Tensor) -> Values | None:
+    """The values of a foreign state; None if no library is known that writes such keys."""
+    shape = tuple(parameter.shape)
+    if flashoptim.matches(state):
+        return flashoptim.read(state, names, storage, parameter)
+    if foreign.is_bitsandbytes(state):
+        return foreign.read_bitsandbytes(state, names, storage, shape)
+    if foreign.is_torchao(state):
+        return foreign.read_torchao(state, names, storage, shape)
+    if plain.matches(state, names, storage):
+        return plain.read(state, names, storage, shape)
+    return None
+
+
+def stored(storage: Storage, values: Values, held: State, parts: Mapping[str, Part]) -> dict[str, Any]:
+    """Values as we store them. Where none is given, the tail stays what it is: other libraries say nothing of it."""
+    state = {"step": values.step, **compress(storage, values.states)}
+    part = parts.get("tail")
+    if part is not None:
+        zeros = torch.zeros(part.shape, dtype=part.dtype)
+        kept = held.get("tail", zeros)
+        state["tail"] = values.tail if values.tail is not None else kept if kept.dtype == part.dtype else zeros
+    return state
+
+
+def check_state(owner: str, name: str, state: State, parts: Mapping[str, Part]) -> None:
+    """Raise ValueError unless `state` holds a step and exactly `parts`."""
+    expected, found = {"step", *parts}, set(state)
+    if found != expected:
+        raise ValueError(
+            f"{owner}: the state of parameter {name} has the keys {sorted(map(str, found))}; expected are "
+            f"{sorted(expected)}."
+        )
+    step = state["step"]
+    is_number = (is_tensor(step, ()) and not step.is_complex()) or isinstance(step, int | float)
+    if not is_number or not 0 <= float(step) < math.inf:
+        raise ValueError(f"{owner}: step of parameter {name} is {described(step)}; expected is a number of at least 0.")
+    for key, part in parts.items():
+        tensor = state[key]
+        if not is_tensor(tensor, part.shape) or tensor.dtype != part.dtype:
+            raise ValueError(
+                f"{owner}: {key} of parameter {name} is {described(tensor)}; expected is {part.dtype} of shape "
+                f"{part.shape}."
+            )
+
+
+def copied(state: State, device: torch.device) -> dict[str, Any]:
+    """`state` as the optimizer keeps it: own memory, on the parameter's device, the step a 0-dim fp32 CPU tensor."""
+    own = {key: value.detach().to(device, copy=True) for key, value in state.items() if key != "step"}
+    return {"step": torch.as_tensor(state["step"], dtype=torch.float32, device="cpu").clone(), **own}

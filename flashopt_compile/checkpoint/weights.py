@@ -1,0 +1,154 @@
+"""A model's exact weights, out and in: the sum of each parameter's head and the tail the optimizer keeps."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flashopt_compile.checkpoint.values import Group, Keeper, described, is_tensor
+from quant.format import WeightFormat
+from quant.split import Split
+
+COMPILED = "_orig_mod."
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model itself, out of the wrappers of DDP and torch.compile."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod  # pyright: ignore[reportAssignmentType]
+        else:
+            return model
+
+
+def entries(model: nn.Module) -> dict[str, tuple[str, Any]]:
+    """By the key of the model without wrappers: the key as it is, and the parameter or buffer itself."""
+    found = unwrapped(model).state_dict(keep_vars=True)
+    return {key.replace(COMPILED, ""): (key, value) for key, value in found.items()}
+
+
+def groups_of(keeper: Keeper) -> dict[int, Group]:
+    """The group of each parameter, by its id."""
+    return {id(parameter): group for group in keeper.param_groups for parameter in group["params"]}
+
+
+@torch.no_grad()
+def get_fp32(keeper: Keeper, model: nn.Module) -> dict[str, Any]:
+    """The model's state dict with fp32 weights; buffers keep their dtype. Tied keys share a tensor."""
+    groups, exact = groups_of(keeper), {}
+    exported: dict[str, Any] = {}
+    for key, (_, value) in entries(model).items():
+        if not isinstance(value, nn.Parameter):
+            exported[key] = value.detach().clone() if isinstance(value, Tensor) else value
+            continue
+        refuse_sharded(keeper, key, value)
+        if id(value) not in exact:
+            exact[id(value)] = weight_of(keeper, groups.get(id(value)), value)
+        exported[key] = exact[id(value)]
+    return exported
+
+
+def weight_of(keeper: Keeper, group: Group | None, parameter: Tensor) -> Tensor:
+    """One parameter in fp32, with the tail if the optimizer has one; a copy. Integers stay integers."""
+    state = {} if group is None else keeper.state.get(parameter, {})
+    weight = None if group is None else keeper.storage(group, parameter).weight
+    if isinstance(weight, Split) and "tail" in state:
+        return weight.decode(parameter.detach(), state["tail"])
+    return parameter.detach().to(torch.float32 if parameter.is_floating_point() else parameter.dtype, copy=True)
+
+
+@torch.no_grad()
+def set_fp32(keeper: Keeper, model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
+    """Set weights and buffers; those of the optimizer's parameters with their tails. All is checked before."""
+    owner = type(keeper).__name__
+    if not isinstance(state_dict, Mapping):
+        raise ValueError(f"{owner}: state_dict is {described(state_dict)}; expected is a dict of tensors.")
+    own = entries(model)
+    given = {str(key).replace(COMPILED, ""): value for key, value in state_dict.items()}
+    missing, unexpected = [key for key in own if key not in given], [key for key in given if key not in own]
+    if strict and (missing or unexpected):
+        raise ValueError(
+            f"{owner}: state_dict lacks {described(missing)} and has {described(unexpected)} besides the model's keys; "
+            "strict=False takes what there is."
+        )
+    given = {key: value for key, value in given.items() if key in own}
+    check_tied(owner, own, given)
+    for key, value in given.items():
+        held = own[key][1]
+        refuse_sharded(keeper, key, held)
+        if isinstance(held, Tensor) and not (is_tensor(value, tuple(held.shape)) and not value.is_complex()):
+            raise ValueError(
+                f"{owner}: {key} is {described(value)}; expected is a tensor of shape {tuple(held.shape)}."
+            )
+    heads: dict[str, Any] = {}
+    tails: list[tuple[Tensor, Tensor]] = []
+    groups = groups_of(keeper)
+    for key, value in given.items():
+        actual, held = own[key]
+        group = groups.get(id(held))
+        heads[actual] = value
+        if group is not None:
+            head, *tail = encode(keeper.storage(group, held).weight, value.to(held.device, torch.float32))
+            heads[actual] = head
+            tails += ((held, each) for each in tail)
+    unwrapped(model).load_state_dict(heads, strict=False)
+    for parameter, tail in tails:
+        if not keeper.state.get(parameter):
+            keeper.state[parameter] = keeper.new_state(groups[id(parameter)], parameter)
+        keeper.state[parameter]["tail"].copy_(tail)
+
+
+def encode(weight: WeightFormat, w: Tensor) -> tuple[Tensor, ...]:
+    """The parts of fp32 weights, to the bit for those that parts were decoded to.
+
+    Dithered steps leave some weights beside a head that is not their nearest; with the nearest one, where its binade is
+    another, no tail may come to the same sum.
+    """
+    parts = weight.encode(w)
+    if not isinstance(weight, Split):
+        return parts
+    head, tail = parts
+    for towards in (-math.inf, math.inf):
+        other = torch.nextafter(head, torch.full_like(head, towards))
+        codes = ((w - other.to(torch.float32)) / weight.resolution(other, tail)).round()
+        rest = codes.clamp(-weight.levels, weight.levels).nan_to_num(0).to(weight.tail)
+        better = (weight.decode(head, tail) != w) & (weight.decode(other, rest) == w)
+        head, tail = torch.where(better, other, head), torch.where(better, rest, tail)
+    return head, tail
+
+
+def check_tied(owner: str, own: Mapping[str, tuple[str, Any]], given: Mapping[str, Any]) -> None:
+    """Raise ValueError if two keys of one parameter come with different values."""
+    first: dict[int, str] = {}
+    for key, value in given.items():
+        held = own[key][1]
+        other = first.setdefault(id(held), key) if isinstance(held, nn.Parameter) else key
+        if other != key and not _same(given[other], value):
+            raise ValueError(f"{owner}: {other} and {key} are one parameter; in state_dict their values differ.")
+
+
+def _same(one: Any, other: Any) -> bool:
+    return is_tensor(one) and is_tensor(other) and one.shape == other.shape and torch.equal(one, other.to(one))
+
+
+def refuse_sharded(keeper: Keeper, key: str, value: Any) -> None:
+    if hasattr(value, "full_tensor"):
+        raise ValueError(
+            f"{type(keeper).__name__}: {key} is a {type(value).__name__}; parameters in shards are not supported yet."
+        )
+
+
+def parameter_keys(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """The model's keys of each of the optimizer's parameters, in its order; several if tied."""
+    keys: dict[int, list[str]] = {}
+    for key, (_, value) in entries(model).items():
+        keys.setdefault(id(value), []).append(key)
+    return [keys.get(id(parameter), []) for parameter in parameters_of(optimizer)]
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])

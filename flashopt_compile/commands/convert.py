@@ -1,0 +1,107 @@
+"""`flashopt convert`: a checkpoint of one library as a checkpoint of another, without the program that wrote it."""
+
+import argparse
+import os
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashopt_compile.archive import OPTIMIZERS, Archive, Weights
+from flashopt_compile.checkpoint import file, plain
+from flashopt_compile.checkpoint.flashoptim import flashoptim_state_dict
+from flashopt_compile.commands.table import phases, size, table
+from flashopt_compile.optimizer import FlashOptimizer
+
+Writer = Callable[[str, Weights, FlashOptimizer, dict[str, Any]], None]
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SRC", help="a checkpoint with a model and an optimizer")
+    parser.add_argument("target", metavar="DST", help="the file to write")
+    parser.add_argument("--to", required=True, choices=WRITERS, help="what to write")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="what SRC is of, if it does not say")
+    parser.add_argument("--dtype", choices=DTYPES, help="split fp32 weights into heads of this dtype and tails")
+
+
+def run(options: argparse.Namespace) -> int:
+    steps = phases("convert", ("read and verify", "decode", "encode and write"))
+    next(steps)
+    archive = Archive.read(options.source)
+    next(steps)
+    weights, optimizer = archive.revive(options.optimizer, DTYPES.get(options.dtype))
+    next(steps)
+    WRITERS[options.to](options.target, weights, optimizer, archive.extra)
+    list(steps)
+    rows = [("file", "holds", "bytes", "per parameter")]
+    elements = max(1, sum(parameter.numel() for parameter in weights.held))
+    for path, what in ((options.source, type(optimizer).__name__), (options.target, options.to)):
+        count = os.path.getsize(path)
+        rows.append((path, what, size(count), f"{count / elements:.2f}"))
+    print(table(rows))
+    return 0
+
+
+def write_torch(path: str, weights: Weights, optimizer: FlashOptimizer, extra: dict[str, Any]) -> None:
+    """fp32 weights, and states under torch.optim's names without what only we know."""
+    for group in optimizer.param_groups:
+        group["compress_state_dict"] = False
+    expanded = optimizer.state_dict()
+    states = {
+        key: {name: value for name, value in state.items() if name != "tail"}
+        for key, state in expanded["state"].items()
+    }
+    theirs = {*plain.torch_defaults(optimizer), *optimizer.hyper, "params", "param_names", "initial_lr"}
+    groups = [{key: value for key, value in group.items() if key in theirs} for group in expanded["param_groups"]]
+    model = optimizer.get_fp32_model_state_dict(weights)
+    file.write(path, {"model": model, "optimizer": {"state": states, "param_groups": groups}, "extra": extra})
+
+
+def write_flash(path: str, weights: Weights, optimizer: FlashOptimizer, extra: dict[str, Any]) -> None:
+    file.save(path, weights, optimizer, **extra)
+
+
+def write_flashoptim(path: str, weights: Weights, optimizer: FlashOptimizer, extra: dict[str, Any]) -> None:
+    model = {key: value.detach() if isinstance(value, Tensor) else value for key, value in weights.tensors.items()}
+    file.write(path, {"model": model, "optimizer": flashoptim_state_dict(optimizer), "extra": extra})
+
+
+def write_fp32(path: str, weights: Weights, optimizer: FlashOptimizer, extra: dict[str, Any]) -> None:
+    """The weights alone, exact, for any program that reads safetensors."""
+    save_tensors(path, optimizer.get_fp32_model_state_dict(weights))
+
+
+def write_split(path: str, weights: Weights, optimizer: FlashOptimizer, extra: dict[str, Any]) -> None:
+    """Heads under their keys, so that any program may use them as they are, and tails under `key.tail`."""
+    tensors: dict[str, Any] = dict(weights.tensors)
+    for key, value in weights.tensors.items():
+        tail = optimizer.state.get(value, {}).get("tail") if isinstance(value, torch.nn.Parameter) else None
+        if tail is not None:
+            tensors[f"{key}.tail"] = tail
+    save_tensors(path, tensors)
+
+
+def save_tensors(path: str, tensors: dict[str, Any]) -> None:
+    own = {key: value.detach().clone().contiguous() for key, value in tensors.items() if isinstance(value, Tensor)}
+    with file.replacing(path) as partial:
+        _safetensors().save_file(own, partial, metadata={"format": "pt"})
+
+
+def _safetensors() -> ModuleType:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError("safetensors is not installed: pip install 'flashopt-compile[checkpoint]'.") from error
+    return safetensors.torch
+
+
+WRITERS: dict[str, Writer] = {
+    "torch": write_torch,
+    "flash": write_flash,
+    "flashoptim": write_flashoptim,
+    "safetensors-fp32": write_fp32,
+    "safetensors-split": write_split,
+}

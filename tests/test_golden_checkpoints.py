@@ -1,0 +1,85 @@
+"""Checkpoints of every version so far load, and go on to the weights that their own version came to, bit for bit.
+
+python tests/test_golden_checkpoints.py   writes those of this version; a file once committed is never written again
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from training import assert_identical
+
+from flashopt_compile import FlashOptimizer, load, save
+from flashopt_compile.archive import OPTIMIZERS, Archive
+from flashopt_compile.checkpoint.states import library_version
+
+GOLDEN = Path(__file__).parent / "golden"
+FILES = sorted(GOLDEN.glob("checkpoint-*.ckpt"))
+OPTIONS = {"FlashSGD": {"momentum": 0.9}, "FlashSGDW": {"momentum": 0.9, "nesterov": True}}
+
+
+class Mixed(nn.Module):
+    """A weight of each dtype, stored in codes or not, in whole groups or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        random = torch.Generator().manual_seed(0)
+        self.ragged = Parameter(torch.randn(32, 33, generator=random).to(torch.bfloat16))
+        self.aligned = Parameter(torch.randn(16, 64, generator=random).to(torch.float16))
+        self.bias = Parameter(torch.randn(5, generator=random))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+
+def new(kind: str) -> tuple[Mixed, FlashOptimizer]:
+    model = Mixed()
+    groups = [{"params": [model.ragged]}, {"params": [model.aligned, model.bias], "master_weight_bits": 32, "lr": 0.02}]
+    return model, OPTIMIZERS[kind](groups, lr=0.01, weight_decay=0.01, **OPTIONS.get(kind, {}), eager=True)
+
+
+def step(model: Mixed, optimizer: FlashOptimizer, gradients: list[dict[str, Tensor]]) -> None:
+    for each in gradients:
+        for name, parameter in model.named_parameters():
+            parameter.grad = each[name].to(parameter.dtype)
+        optimizer.step()
+
+
+def write(folder: Path) -> None:
+    """What it is to come to is saved along, with the gradients: no generator need stay the same."""
+    random = torch.Generator().manual_seed(1)
+    shapes = {name: parameter.shape for name, parameter in Mixed().named_parameters()}
+    first, *second = (
+        {name: torch.randn(shape, generator=random).to(torch.bfloat16) for name, shape in shapes.items()}
+        for _ in range(3)
+    )
+    for kind in OPTIMIZERS:
+        model, optimizer = new(kind)
+        step(model, optimizer, [first])
+        later, goes_on = new(kind)
+        later.load_state_dict(model.state_dict())
+        goes_on.load_state_dict(optimizer.state_dict())
+        step(later, goes_on, second)
+        path = folder / f"checkpoint-{library_version()}-{kind}.ckpt"
+        if path.exists():
+            raise FileExistsError(f"{path} is of a version that is out; it stays as it is.")
+        save(path, model, optimizer, gradients=second, weights=goes_on.get_fp32_model_state_dict(later))
+
+
+def test_every_optimizer_has_one():
+    kinds = {Archive.read(path).kind().__name__ for path in FILES}
+    assert kinds == set(OPTIMIZERS)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_golden_checkpoint_goes_on_bit_for_bit(path: Path):
+    model, optimizer = new(Archive.read(path).kind().__name__)
+    extra = load(path, model, optimizer)
+    assert optimizer.param_groups[1]["master_weight_bits"] == 32
+    step(model, optimizer, extra["gradients"])
+    weights = optimizer.get_fp32_model_state_dict(model)
+    assert_identical(list(weights.values()), [extra["weights"][key] for key in weights])
+
+
+if __name__ == "__main__":
+    write(GOLDEN)
