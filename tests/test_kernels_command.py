@@ -1,0 +1,147 @@
+"""`flashopt kernels`: its table and JSON, what it keeps, and what it says to wrong input and other versions."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashopt_compile import cli
+from flashopt_compile.kernels import TARGETS, compile_offline, emit, pretend
+from flashopt_compile.kernels.report import KEYS
+from flashopt_compile.rules import sgd
+
+pytest.importorskip("triton", reason="pip install -e '.[kernels]'")
+ROOT = Path(__file__).parent.parent
+OWN_RULE = """
+from flashopt_compile import FlashOptimizer, rule
+
+@rule()
+def plain(w, g, t, *, lr=1e-3):
+    return (w - lr * g,)
+
+class Plain(FlashOptimizer, rule=plain):
+    pass
+
+nothing = 3
+"""
+
+
+@pytest.fixture
+def own_rule(tmp_path: Path) -> Path:
+    path = tmp_path / "own.py"
+    path.write_text(OWN_RULE)
+    return path
+
+
+def test_json_has_a_row_per_target_and_out_keeps_what_was_made(
+    own_rule: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    targets = "sm_80,sm_90,sm_100,gfx942,xpu"
+    arguments = ["kernels", "--optimizer", f"{own_rule}:plain", "--target", targets, "--json", "--out", str(tmp_path)]
+    assert cli.main(arguments) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["target"] for row in rows] == targets.split(",")
+    for row in rows:
+        assert list(row) == list(KEYS)
+        assert (row["kernels"], row["temporaries"]) == (1, 0)
+        assert (row["read_bytes"], row["written_bytes"]) == (5.0, 3.0)
+        assert (row["registers"] is None) == (row["target"] == "xpu")
+        assert row["spills"] in (0, None)
+        assert "@triton.jit" in (tmp_path / row["target"] / "kernel0.py").read_text()
+    assert ".target sm_90" in (tmp_path / "sm_90" / "kernel0.ptx").read_text()
+    assert "gfx942" in (tmp_path / "gfx942" / "kernel0.amdgcn").read_text()
+
+
+def test_the_table_says_what_could_not_be_compiled(own_rule: Path, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["kernels", "--optimizer", f"{own_rule}:Plain", "--dtype", "fp32", "--target", "sm_90,xpu"]) == 0
+    heading, names, _, nvidia, intel = capsys.readouterr().out.splitlines()
+    assert heading.startswith("plain of weights as ")
+    assert {"kernels", "temporaries", "least", "registers", "spills", "widest load"} <= set(
+        cell.strip() for cell in names.split("  ")
+    )
+    assert "128 bit" in nvidia
+    assert "emitted only" in intel
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["--target", "sm_70"], "target is 'sm_70'; allowed are sm_80, sm_90, sm_100, gfx942, xpu."),
+        (
+            ["--optimizer", "sophia"],
+            "--optimizer is 'sophia'; allowed are adamw, adam, sgd, nesterov, lion, or FILE.py:rule.",
+        ),
+        (["--optimizer", "no.py:rule"], "there is no file 'no.py'."),
+        (["--optimizer", "OWN:nothing"], "'nothing' in that file is no rule and no optimizer made of one."),
+        (["--parameters", "0"], "--parameters is 0; allowed is at least 1."),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_wrong_input_is_one_line(
+    arguments: list[str], sentence: str, own_rule: Path, capsys: pytest.CaptureFixture[str]
+):
+    arguments = [argument.replace("OWN", str(own_rule)) for argument in arguments]
+    assert cli.main(["kernels", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("flashopt kernels: ")
+    assert error.endswith(f"{sentence}\n")
+    assert error.count("\n") == 1
+
+
+def test_a_shape_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        cli.main(["kernels", "--shape", "4096,x"])
+    assert "is '4096,x'; allowed are whole numbers" in capsys.readouterr().err
+
+
+def test_other_versions_are_refused_not_guessed_at(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setitem(pretend.CHECKED, "torch", "2.9")
+    assert cli.main(["kernels"]) == 2
+    error = capsys.readouterr().err
+    assert "torch is 2.13.0" in error and "checked with torch 2.9 only" in error
+    monkeypatch.setitem(pretend.CHECKED, "torch", "2.1")  # 2.13 is not 2.1
+    with pytest.raises(pretend.UncheckedVersion):
+        emit(sgd.sgd)
+
+
+def test_a_missing_triton_is_told_how_to_get(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pretend, "CHECKED", {"no-such-package": "1.0"})
+    with pytest.raises(pretend.UncheckedVersion, match=r"not installed; .* pip install 'flashopt-compile\[kernels\]'"):
+        pretend.check_versions()
+
+
+def test_intel_is_not_compiled_for():
+    emitted = emit(sgd.sgd, "xpu")
+    with pytest.raises(ValueError, match="target is 'xpu'; triton's wheel has compilers for NVIDIA and AMD alone"):
+        compile_offline(emitted)
+
+
+@pytest.mark.parametrize(
+    "options, sentence", [({"shapes": []}, "shapes is empty"), ({"dtype": int}, "dtype is <class 'int'>")]
+)
+def test_emit_names_the_argument_that_is_wrong(options: dict, sentence: str):
+    with pytest.raises(ValueError, match=sentence):
+        emit(sgd.sgd, **options)
+
+
+def test_pretending_leaves_torch_as_it_was():
+    import torch
+
+    before = torch.version.hip, torch.cuda.get_device_properties, torch.cuda.current_device
+    for target in TARGETS.values():
+        with pretend.gpu(target):
+            pass
+    assert (torch.version.hip, torch.cuda.get_device_properties, torch.cuda.current_device) == before
+    assert not torch.cuda.is_available() or torch.cuda.device_count()
+
+
+def test_training_imports_none_of_it():
+    program = (
+        "import sys, torch, flashopt_compile\n"
+        "p = torch.nn.Parameter(torch.zeros(4))\np.grad = torch.ones(4)\n"
+        "flashopt_compile.FlashAdamW([p], eager=True).step()\n"
+        "assert not [name for name in sys.modules if name.startswith('flashopt_compile.kernels')]"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
