@@ -54,7 +54,7 @@ def steps() -> Iterator[Any]:
         yield pytest.param(case, ("gfx942",), id=f"{case}, AMD", marks=[pytest.mark.proof] if rare else [])
 
 
-@pytest.mark.parametrize("case, targets", steps())
+@pytest.mark.parametrize("case, targets", list(steps()))
 def test_a_step_is_one_kernel_of_least_traffic_that_spills_nothing_and_computes_the_eager_bits(
     case: Case, targets: tuple[str, ...]
 ):
