@@ -1,5 +1,6 @@
 """Pieces → blocks, a call each: large parameters are cut up, small and uneven ones put together."""
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -28,92 +29,95 @@ Run = Callable[[Step, Sequence[Tensor], Tensor, Place, Numbers], None]
 class Pack:
     """Small pieces that become one block, and the memory they share from step to step.
 
-    Head and gradient belong to the model and are copied each time. The rest moves into a block of its own on first
-    use: the tensors of the optimizer's state stay what they are, and become views of it. Only guests are copied to and
-    fro: rows that end in short groups, which a block pads, strided parameters, and parts of large ones.
+    Head and gradient belong to the model and are copied to `scratch` and back each time. The rest moves into a block of
+    its own on first use: the tensors of the optimizer's state stay what they are, and become views of it. Only guests
+    are copied to and fro: those of rows that end in short groups, which a block pads, and parts of large parameters.
     """
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self.pieces = pieces
-        self.group_size, self.scales = pieces[0].group_size, pieces[0].scales
-        device = pieces[0].stored[0].device
+        head = pieces[0].stored[0]
+        self._size, self._rows = pieces[0].group_size, sum(piece.rows for piece in pieces)
         phases = torch.cat([piece.phases() for piece in pieces])
-        self.place = Place(no_phase(device), (phases, lane_phases(self.group_size, device)))
-        # How a part's flat block is cut: the lengths of its pieces and their padding, and which of them are pieces.
-        self._lengths: dict[bool, list[int]] = {False: [], True: [piece.rows for piece in pieces]}
-        self._slots: dict[bool, list[int]] = {False: [], True: list(range(len(pieces)))}
-        for piece in pieces:
-            self._slots[False].append(len(self._lengths[False]))
-            if piece.is_plain:
-                self._lengths[False] += [piece.elements, piece.padding] if piece.padding else [piece.elements]
-            else:
-                self._lengths[False].append(piece.rows * self.group_size)
-        self._guests = [number for number, piece in enumerate(pieces) if not (piece.is_plain and piece.is_whole)]
-        heads = [piece.stored[0] for piece in pieces]
-        self._heads = [head.view(-1) if piece.is_plain else head for piece, head in zip(pieces, heads, strict=True)]
+        self.place = Place(no_phase(head.device), (phases, lane_phases(self._size, head.device)))
+        self._views: dict[tuple[str, torch.dtype], tuple[Tensor, list[Tensor]]] = {}
+        self._heads = [piece.stored[0] for piece in pieces]
+        self._head_block, self._head_places = self._scratch("head", head.dtype, head.device)
         self._rest: list[Tensor] = []
-        self._places: list[list[Tensor]] = []
+        self._padding: list[Tensor] = []
+        self._guests: list[Tensor] = []
+        self._guest_places: list[Tensor] = []
 
-    def block(self, grads: Sequence[Tensor]) -> list[Tensor]:
+    def block(self, grads: list[Tensor]) -> list[Tensor]:
         """Copies of head and gradient, and the rest."""
         if any(piece.home is not self for piece in self.pieces):
             self._take_in()
         else:
-            self._copy_guests(back=False)
-        head, grad = (torch.cat(self._flat(tensors, False)) for tensors in (self._heads, grads))
-        return [head.view(-1, self.group_size), grad.view(-1, self.group_size), *self._rest]
+            copy_all(self._guest_places, self._guests)
+            if self._padding:  # a rule may make something of nothing
+                torch._foreach_zero_(self._padding)  # pyright: ignore[reportPrivateImportUsage]
+        grad_block, grad_places = self._scratch("gradient", grads[0].dtype, grads[0].device)
+        if any(piece.padding for piece in self.pieces):
+            self._head_block.zero_()
+            grad_block.zero_()
+        copy_all(self._head_places, self._heads)
+        copy_all(grad_places, grads)
+        return [self._head_block, grad_block, *self._rest]
 
-    def write_back(self, block: Sequence[Tensor]) -> None:
+    def write_back(self) -> None:
         """Copy the head, and what else is not of this memory, to where it came from."""
-        sources = self._cut(block[0], False)
-        for number in self._guests:
-            sources[number] = self.pieces[number].unstaged(sources[number], self._heads[number])
-        torch._foreach_copy_(self._heads, sources)  # pyright: ignore[reportPrivateImportUsage]
-        self._copy_guests(back=True)
+        copy_all(self._heads, self._head_places)
+        copy_all(self._guests, self._guest_places)
 
     def _take_in(self) -> None:
-        self._rest, self._places = [], []
-        for number, is_scale in enumerate(self.scales[1:], start=1):
+        self._rest, self._padding, self._guests, self._guest_places = [], [], [], []
+        for number, is_scale in enumerate(self.pieces[0].scales[1:], start=1):
             tensors = [piece.stored[number] for piece in self.pieces]
-            whole = torch.cat(self._flat(tensors, is_scale)).view(-1, 1 if is_scale else self.group_size)
-            places = self._cut(whole, is_scale)
+            whole = tensors[0].new_zeros(self._rows, 1 if is_scale else self._size)
+            places = self._places(whole, [tensor.shape for tensor in tensors], is_scale)
+            copy_all(places, tensors)
             for piece, tensor, place in zip(self.pieces, tensors, places, strict=True):
-                if piece.is_plain and piece.is_whole:
-                    tensor.data = place.view(tensor.shape)
+                if piece.is_whole and place.is_contiguous():
+                    tensor.data = place
+                else:
+                    self._guests.append(tensor)
+                    self._guest_places.append(place)
             self._rest.append(whole)
-            self._places.append(places)
+            if not is_scale:
+                parts = whole.split([piece.rows for piece in self.pieces])
+                self._padding += [piece.beyond(part) for piece, part in zip(self.pieces, parts, strict=True)]
+        self._padding = [tensor for tensor in self._padding if tensor.numel()]
         for piece in self.pieces:
             piece.home = self
 
-    def _copy_guests(self, back: bool) -> None:
-        for number in self._guests:
-            piece = self.pieces[number]
-            for tensor, is_scale, places in zip(piece.stored[1:], self.scales[1:], self._places, strict=True):
-                place = places[number]
-                if not back:
-                    place.copy_(piece.staged(tensor, is_scale))
-                else:
-                    tensor.copy_(piece.unstaged(place, tensor, is_scale))
+    def _scratch(self, what: str, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+        """A block of memory that all packs of a thread use in turn, and the places of the pieces in it."""
+        key = what, dtype
+        if key not in self._views:
+            whole = scratch(what, self._size, dtype, device, threading.get_ident())[: self._rows]
+            if len(whole) < self._rows:  # of one large piece with much padding
+                whole = torch.zeros(self._rows, self._size, dtype=dtype, device=device)
+            self._views[key] = whole, self._places(whole, [piece.stored[0].shape for piece in self.pieces])
+        return self._views[key]
 
-    def _cut(self, whole: Tensor, is_scale: bool) -> list[Tensor]:
-        """The parts of a block that belong to each piece, flat."""
-        parts = whole.view(-1).split(self._lengths[is_scale])
-        return [parts[slot] for slot in self._slots[is_scale]]
+    def _places(self, whole: Tensor, shapes: Sequence[torch.Size], is_scale: bool = False) -> list[Tensor]:
+        """The parts of a block that belong to each piece, in its shape."""
+        parts = whole.split([piece.rows for piece in self.pieces])
+        return [
+            part.view(shape) if is_scale else piece.within(part, shape)
+            for piece, part, shape in zip(self.pieces, parts, shapes, strict=True)
+        ]
 
-    def _flat(self, tensors: Sequence[Tensor], is_scale: bool) -> list[Tensor]:
-        """One tensor of each piece, and their padding, to be joined."""
-        flat: list[Tensor] = []
-        for piece, tensor in zip(self.pieces, tensors, strict=True):
-            flat.append(piece.staged(tensor, is_scale))
-            if piece.padding and piece.is_plain and not is_scale:
-                flat.append(no_elements(piece.padding, tensor.dtype, tensor.device))
-        return flat
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
 
 
 @cache
-def no_elements(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The zeros that a block is padded with."""
-    return torch.zeros(count, dtype=dtype, device=device)
+def scratch(what: str, columns: int, dtype: torch.dtype, device: torch.device, thread: int) -> Tensor:
+    """Memory for a thread to put small heads or gradients together in, kept from step to step."""
+    return torch.zeros(CHUNK_ELEMENTS // columns, columns, dtype=dtype, device=device)
 
 
 @dataclass
@@ -207,7 +211,7 @@ class Batch:
             return
         if len(pieces) == 1 and pieces[0].rows == 1:
             pieces, grads = pieces * 2, grads * 2  # Dynamo tells sizes of 1 apart: a single row goes twice
-        key = tuple(map(id, pieces))
+        key = threading.get_ident(), *map(id, pieces)
         pack = self._packs.get(key)
         if pack is None:
             pack = Pack(pieces)
@@ -215,4 +219,4 @@ class Batch:
                 self._packs[key] = pack
         block = pack.block(grads)
         self._run(waiting.step, block, waiting.t, pack.place, waiting.hyper)
-        pack.write_back(block)
+        pack.write_back()

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flashopt_compile.step import Step
@@ -51,22 +50,13 @@ class Piece:
         """Of the block."""
         return self.elements // self.columns * ((self.columns + self.padding) // self.group_size)
 
-    @cached_property
-    def is_plain(self) -> bool:
-        """Whether a block has it as it lies in memory, with zeros at the end at most."""
-        return self.stored[0].is_contiguous() and (not self.padding or self.elements == self.columns)
+    def within(self, rows: Tensor, shape: torch.Size) -> Tensor:
+        """The view, of `shape`, of those elements of the block's rows that are the piece's, not its padding."""
+        return rows.view(-1, self.columns + self.padding)[:, : self.columns].view(shape)
 
-    def staged(self, tensor: Tensor, is_scale: bool = False) -> Tensor:
-        """The head, the gradient or another part as it stands in a block, flat; a plain one without its zeros."""
-        if not (self.is_plain or is_scale) and self.padding:
-            tensor = F.pad(tensor.reshape(-1, self.columns), (0, self.padding))
-        return tensor.reshape(-1)
-
-    def unstaged(self, flat: Tensor, like: Tensor, is_scale: bool = False) -> Tensor:
-        """What `staged` made, in the shape of `like` again."""
-        if not (self.is_plain or is_scale) and self.padding:
-            flat = flat.view(-1, self.columns + self.padding)[:, : self.columns]
-        return flat.reshape(like.shape)
+    def beyond(self, rows: Tensor) -> Tensor:
+        """The view of the padding in the block's rows."""
+        return rows.view(-1, self.columns + self.padding)[:, self.columns :]
 
     def slabs(self, elements: int) -> Iterator[tuple[slice, "Piece"]]:
         """The piece in parts of about so many elements, cut along the first dim."""
