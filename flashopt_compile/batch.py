@@ -8,9 +8,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from flashopt_compile.pieces import Piece, lane_phases, no_phase, row_phases
+from flashopt_compile.pieces import Piece, lane_phases, row_phases
 from flashopt_compile.step import Numbers, Place, Step
-from quant.dither import phases_of
+from quant.dither import phase_of
 
 # Elements worked on at once: enough to hide the cost of a call, few enough for the second pass to find them in cache.
 CHUNK_ELEMENTS = 1 << 20
@@ -39,7 +39,7 @@ class Pack:
         head = pieces[0].stored[0]
         self._size, self._rows = pieces[0].group_size, sum(piece.rows for piece in pieces)
         phases = torch.cat([piece.phases() for piece in pieces])
-        self.place = Place(no_phase(head.device), (phases, lane_phases(self._size, head.device)))
+        self.place = Place(phase_of(0), (phases, lane_phases(self._size, head.device)))
         self._views: dict[tuple[str, torch.dtype], tuple[Tensor, list[Tensor]]] = {}
         self._heads = [piece.stored[0] for piece in pieces]
         self._head_block, self._head_places = self._scratch("head", head.dtype, head.device)
@@ -201,7 +201,7 @@ class Batch:
                 own = Piece([block[0], *block[2:]], piece.scales, start, size, size)
                 self._wait(waiting, own, block[1])
             else:
-                place = Place(phases_of(torch.tensor(start, device=head.device)), (rows[: len(block[0])], lanes))
+                place = Place(phase_of(start), (rows[: len(block[0])], lanes))
                 self._run(waiting.step, list(block), waiting.t, place, waiting.hyper)
 
     def _step_together(self, waiting: Waiting) -> None:

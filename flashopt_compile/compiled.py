@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from flashopt_compile.batch import CHUNK_ELEMENTS, Batch, works_in_cache
-from flashopt_compile.pieces import Piece, lane_phases, no_phase, row_phases
+from flashopt_compile.pieces import Piece, lane_phases, row_phases
 from flashopt_compile.step import Numbers, Place, Step
 from flashopt_compile.storage import FLAT_COLUMNS
+from quant.dither import phase_of
 
 Kernel = Callable[..., None]
 
@@ -125,7 +126,7 @@ def _example(step: Step, grad_dtype: torch.dtype, device: torch.device) -> tuple
     new_head = torch.zeros_like(tensors[0])
     for tensor in (new_head, *tensors, rows):
         mark_rows(tensor)
-    return new_head, tensors, torch.ones(()), Place(no_phase(device), (rows, lane_phases(size, device)))
+    return new_head, tensors, torch.ones(()), Place(phase_of(0), (rows, lane_phases(size, device)))
 
 
 def _zeros(step: Step, shape: tuple[int, ...], grad_dtype: torch.dtype, device: torch.device) -> list[Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashopt_compile.step import Step
 from flashopt_compile.storage import FLAT_COLUMNS
-from quant.dither import phases_of
+from quant.dither import phase_of, phases_of
 
 
 @dataclass(eq=False)
@@ -84,7 +84,7 @@ class Piece:
     def phases(self) -> Tensor:
         """Of the first elements of the block's rows."""
         rows = row_phases(self.elements // self.columns, self.columns, self.group_size, self.stored[0].device)
-        return rows + phases_of(torch.tensor(self.start, device=rows.device)) if self.start else rows
+        return rows + phase_of(self.start).to(rows.device) if self.start else rows
 
 
 @cache
@@ -97,8 +97,3 @@ def row_phases(rows: int, columns: int, group_size: int, device: torch.device) -
 @cache
 def lane_phases(group_size: int, device: torch.device) -> Tensor:
     return phases_of(torch.arange(group_size, device=device))
-
-
-@cache
-def no_phase(device: torch.device) -> Tensor:
-    return torch.zeros((), dtype=torch.int32, device=device)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashopt_compile.rule import Moved, Rule
 from flashopt_compile.storage import Storage
-from quant.dither import block_phases, mix_phases, noise, phases_of
+from quant.dither import block_phases, mix_phases, noise, phase_of
 from quant.grouped import Grouped
 
 Numbers = dict[str, Any]
@@ -28,7 +28,7 @@ class Place(NamedTuple):
     @classmethod
     def at(cls, start: int) -> "Place":
         """Of a view whose first element is at `start`; a number on the CPU, which kernels of any device take."""
-        return cls(phases_of(torch.tensor(start)))
+        return cls(phase_of(start))
 
     def phases(self, block: Tensor) -> Tensor:
         """Of all elements of the block."""

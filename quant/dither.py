@@ -42,6 +42,12 @@ def phases_of(index: Tensor) -> Tensor:
     return _times(index.to(torch.int64) & -1, INDEX_STRIDE)
 
 
+def phase_of(index: int) -> Tensor:
+    """`phases_of` a number, as a number on the CPU."""
+    phase = index * INDEX_STRIDE % 2**32
+    return torch.tensor(phase - 2**32 if phase >= 2**31 else phase, dtype=torch.int32)
+
+
 def _times(number: Tensor, stride: int) -> Tensor:
     """The product modulo 2^32. In 32 bits it would overflow, which is undefined in the C++ that Inductor writes: where
     gcc knows how many rows there are, it draws conclusions from their phases."""
