@@ -58,7 +58,7 @@ def prepare(step: Step, parameter: Tensor, hyper: Numbers) -> bool:
     if works_in_cache(parameter.device):
         _kernel_in_cache(step, parameter.dtype, parameter.device, hyper)
     else:  # step one like it
-        head, grad, *rest = _zeros(step, tuple(parameter.shape), parameter.dtype, parameter.device)
+        head, grad, *rest = step.storage.zeros(tuple(parameter.shape), parameter.dtype, parameter.device)
         batch = Batch(run, {})
         batch.add(step, Piece.of(step, [head, *rest]), grad, torch.ones(()), hyper)
         batch.flush()
@@ -121,18 +121,12 @@ def _example(step: Step, grad_dtype: torch.dtype, device: torch.device) -> tuple
     """A block of zeros of the usual size, by which Inductor decides on threads; its rows not to be baked in."""
     size = step.storage.grouped.group_size if step.storage.grouped else FLAT_COLUMNS
     shape = CHUNK_ELEMENTS // size, size
-    tensors = _zeros(step, shape, grad_dtype, device)
+    tensors = step.storage.zeros(shape, grad_dtype, device)
     rows = row_phases(shape[0], size, size, device).clone()
     new_head = torch.zeros_like(tensors[0])
     for tensor in (new_head, *tensors, rows):
         mark_rows(tensor)
     return new_head, tensors, torch.ones(()), Place(phase_of(0), (rows, lane_phases(size, device)))
-
-
-def _zeros(step: Step, shape: tuple[int, ...], grad_dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """A parameter of `shape` with its gradient and all that is stored beside it."""
-    parts = step.storage.step_parts(shape, grad_dtype)
-    return [torch.zeros(part.shape, dtype=part.dtype, device=device) for part in parts]
 
 
 @cache

@@ -46,6 +46,13 @@ class Storage:
         head = self.weight.parts(shape)[self.weight.names[0]]
         return [head, Part(shape, grad_dtype), *self.parts(shape).values()]
 
+    def zeros(
+        self, shape: tuple[int, ...], grad_dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> list[Tensor]:
+        """The tensors of `step_parts`."""
+        parts = self.step_parts(shape, grad_dtype)
+        return [torch.zeros(part.shape, dtype=part.dtype, device=device) for part in parts]
+
     @property
     def grouped(self) -> Grouped | None:
         return next((format for _, format in self.states if isinstance(format, Grouped)), None)

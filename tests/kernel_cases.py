@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from flashopt_compile.kernels import Emitted, blocks_of, emit
+from flashopt_compile.kernels import Emitted, emit
+from flashopt_compile.kernels.emit import blocks_of, numbers
 from flashopt_compile.rule import Rule
 from flashopt_compile.rules import adam, adamw, lion, sgd
-from flashopt_compile.step import Numbers, Step
+from flashopt_compile.step import Step
 
 
 @cache
@@ -65,11 +66,8 @@ class Case:
 CASES = [Case(rule, weight, quantize) for rule in RULES for weight in WEIGHTS for quantize in (True, False)]
 
 
-def hyper_of(step: Step) -> Numbers:
-    def number(value: Any) -> Any:
-        return tuple(map(number, value)) if isinstance(value, tuple) else torch.tensor(value, dtype=torch.float32)
-
-    return {name: number(HYPER.get(name, default)) for name, default in step.rule.hyper}
+def hyper_of(step: Step) -> dict[str, Any]:
+    return {name: HYPER.get(name, default) for name, default in step.rule.hyper}
 
 
 def every_number(step: Step, shape: tuple[int, ...], grad_dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
@@ -102,7 +100,7 @@ def every_number(step: Step, shape: tuple[int, ...], grad_dtype: torch.dtype, se
 def of_a_training(step: Step, shape: tuple[int, ...], grad_dtype: torch.dtype, steps: int = 8) -> list[Tensor]:
     """A parameter after some steps on random gradients, with another gradient at hand."""
     random = torch.Generator().manual_seed(1)
-    tensors = [torch.zeros(part.shape, dtype=part.dtype) for part in step.storage.step_parts(shape, grad_dtype)]
+    tensors = step.storage.zeros(shape, grad_dtype)
     tensors[0].copy_(torch.randn(shape, generator=random) * 0.05)
     for t in range(1, steps + 1):
         tensors[1].copy_(torch.randn(shape, generator=random) * 1e-2)
@@ -114,7 +112,7 @@ def of_a_training(step: Step, shape: tuple[int, ...], grad_dtype: torch.dtype, s
 def run_eager(step: Step, tensors: list[Tensor], t: int) -> None:
     with exact_roots():
         for block, place in zip(*blocks_of(step, tensors), strict=True):
-            step(block, torch.tensor(float(t)), place, hyper_of(step))
+            step(block, torch.tensor(float(t)), place, numbers(step, hyper_of(step)))
 
 
 class _ExactRoots(TorchFunctionMode):

@@ -11,7 +11,7 @@ import torch
 from kernel_cases import CASES, Case, every_number, hyper_of, run_eager
 from torch import Tensor
 
-from flashopt_compile.kernels import TARGETS, Emitted, blocks_of, compile_offline, emit, interpret, traffic
+from flashopt_compile.kernels import TARGETS, Emitted, compile_offline, emit, interpret, traffic
 from flashopt_compile.kernels.emit import emit_step
 from flashopt_compile.rules import lion, sgd
 from flashopt_compile.step import Step
@@ -30,8 +30,7 @@ def differences(emitted: Emitted, shape: tuple[int, ...], t: int = 7) -> dict[st
     theirs = [tensor.clone() for tensor in ours]
     before = [tensor.clone() for tensor in ours]
     run_eager(step, ours, t)
-    blocks, places = blocks_of(step, theirs)
-    interpret(emitted, blocks, torch.tensor(float(t)), places, hyper_of(step))
+    interpret(emitted, [theirs], t, **hyper_of(step))
     names = ("head", "gradient", *step.storage.parts(shape))
     assert any(not same(old, new).all() for old, new in zip(before, theirs, strict=True)), "nothing was stepped"
     # What is cast to an integer beside a weight that is not finite is undefined; it is never used.
@@ -136,3 +135,39 @@ def test_a_split_by_casts_and_back_is_caught():
     found = differences(emit_step(step, "sm_90", [SQUARE], torch.bfloat16), SQUARE)
     assert found["tail"] > 1000
     assert found["m.codes"] == found["head"] == 0
+
+
+@pytest.mark.parametrize(
+    "shape, changes, hyper, sentence",
+    [
+        ((8, 48), {}, {}, r"has shape \(8, 48\); the code is for rows like those of \(4096, 4096\)"),
+        ((8, 64), {2: torch.int16}, {}, r"a parameter of shape \(8, 64\) has the tensors .* expected are"),
+        (
+            (8, 64),
+            {},
+            {"momentum": 0.9},
+            "momentum is no hyper-parameter of adamw; it has lr, betas, eps, weight_decay",
+        ),
+    ],
+)
+def test_what_the_code_is_not_for_is_refused(
+    shape: tuple[int, ...], changes: dict[int, torch.dtype], hyper: dict[str, float], sentence: str
+):
+    emitted = adamw_on_sm_90()
+    tensors = emitted.step.storage.zeros(shape, torch.bfloat16)
+    tensors = [tensor.to(changes.get(number, tensor.dtype)) for number, tensor in enumerate(tensors)]
+    with pytest.raises(ValueError, match=sentence):
+        interpret(emitted, [tensors], 1, **hyper)
+    with pytest.raises(ValueError, match="parameters has 2 of them; the code is for 1"):
+        interpret(emitted, [tensors, tensors], 1)
+
+
+def test_hyper_parameters_go_by_name_and_default_to_the_rules():
+    emitted = adamw_on_sm_90()
+    runs = []
+    for hyper in ({"eps": 1e-3, "lr": 0.5}, {"lr": 0.5, "eps": 1e-3, "betas": (0.9, 0.999), "weight_decay": 1e-2}, {}):
+        tensors = every_number(emitted.step, (64, 64), torch.bfloat16)
+        interpret(emitted, [tensors], 3, **hyper)
+        runs.append(tensors)
+    assert all(same(one, other).all() for one, other in zip(runs[0], runs[1], strict=True))
+    assert not same(runs[0][0], runs[2][0]).all()

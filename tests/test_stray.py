@@ -7,7 +7,7 @@ import torch
 from kernel_cases import Case, hyper_of, of_a_training, run_eager
 from torch import Tensor
 
-from flashopt_compile.kernels import Emitted, blocks_of, contracted, divided, interpret
+from flashopt_compile.kernels import Emitted, contracted, divided, interpret
 from quant import Split
 
 pytest.importorskip("triton", reason="pip install -e '.[kernels]'")
@@ -40,8 +40,7 @@ def test_stray_arithmetic_moves_weights_and_states_by_a_code_at_most(name: str):
     before = of_a_training(step, SHAPE, torch.bfloat16, steps=LAST - 1)
     ours, theirs = ([tensor.clone() for tensor in before] for _ in range(2))
     run_eager(step, ours, LAST)
-    blocks, places = blocks_of(step, theirs)
-    interpret(stray, blocks, torch.tensor(float(LAST)), places, hyper_of(step))
+    interpret(stray, [theirs], LAST, **hyper_of(step))
 
     (head, _, tail, *states), (stray_head, _, stray_tail, *stray_states) = ours, theirs
     weight = exact_weight(head, tail)

@@ -4,7 +4,7 @@
 what it takes of the GPU, `interpret` what it computes. Training code imports none of this.
 """
 
-from flashopt_compile.kernels.emit import Emitted, blocks_of, emit
+from flashopt_compile.kernels.emit import Emitted, emit
 from flashopt_compile.kernels.interpret import interpret
 from flashopt_compile.kernels.offline import Machine, compile_offline
 from flashopt_compile.kernels.pretend import UncheckedVersion
@@ -19,7 +19,6 @@ __all__ = [
     "Target",
     "Traffic",
     "UncheckedVersion",
-    "blocks_of",
     "compile_offline",
     "contracted",
     "divided",

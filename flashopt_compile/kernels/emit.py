@@ -1,16 +1,14 @@
 """A rule → the Triton source that Inductor writes for its step on a GPU, without one."""
 
-import logging
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_leaves
 
 from flashopt_compile import compiled
@@ -52,10 +50,6 @@ class Emitted:
         return [take[what](leaves[leaf], dim) for what, leaf, dim in self.origins]
 
 
-class _Written(Exception):
-    """Ends a compilation as soon as the code is there: nothing is imported, tuned or run."""
-
-
 def emit(
     rule: Rule,
     target: str = "sm_90",
@@ -90,23 +84,19 @@ def emit_step(
     """`emit` for a `Step`."""
     chosen = target_of(target)
     options = {"combo_kernels": True, **_COMBO} if combo_kernels else {}
-    written: list[str] = []
-    seen: list[Any] = []
-    with pretend.gpu(chosen), _fakes() as mode, _stopped(written, seen), _quiet():
-        with mode:
-            blocks, *rest = arguments(step, shapes, grad_dtype, torch.device(chosen.device, 0))
-            given = [[_alone(tensor) for tensor in block] for block in blocks], *rest
+    with pretend.gpu(chosen), pretend.no_more_than_code() as outcome, FakeTensorMode(shape_env=ShapeEnv()):
+        blocks, *rest = arguments(step, shapes, grad_dtype, torch.device(chosen.device, 0))
+        given = [[_alone(tensor) for tensor in block] for block in blocks], *rest
         torch._dynamo.reset()
         try:
-            with mode:
-                compiled.compile_in_place(step, **options)(*given)
+            compiled.compile_in_place(step, **options)(*given)
         except Exception:
-            if not written:
+            if not outcome.modules:
                 raise
         finally:
             torch._dynamo.reset()
-    origins = _origins(seen, tree_leaves(given))
-    return Emitted(step, chosen, tuple(map(tuple, shapes)), grad_dtype, written[0], origins)
+    origins = _origins(outcome.inputs, tree_leaves(given))
+    return Emitted(step, chosen, tuple(map(tuple, shapes)), grad_dtype, outcome.modules[0], origins)
 
 
 # By default Inductor combines no more than 8, and none that it takes to need more memory at once.
@@ -117,11 +107,19 @@ _COMBO = {
 }
 
 
-def number(value: Any) -> Any:
-    """A hyper-parameter as a step takes it."""
-    if isinstance(value, tuple):
-        return tuple(map(number, value))
-    return torch.tensor(value, dtype=torch.float32)
+def numbers(step: Step, given: Mapping[str, Any]) -> Numbers:
+    """The hyper-parameters as a step takes them, in the rule's order: those given, and the rule's own for the rest."""
+    known = dict(step.rule.hyper)
+    for name in given:
+        if name not in known:
+            raise ValueError(f"{name} is no hyper-parameter of {step.rule.name}; it has {', '.join(known)}.")
+
+    def number(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return tuple(map(number, value))
+        return torch.as_tensor(value, dtype=torch.float32)
+
+    return {name: number(given.get(name, default)) for name, default in known.items()}
 
 
 def blocks_of(step: Step, tensors: Sequence[Tensor]) -> tuple[list[Block], list[Place]]:
@@ -136,16 +134,14 @@ def blocks_of(step: Step, tensors: Sequence[Tensor]) -> tuple[list[Block], list[
 def arguments(
     step: Step, shapes: Sequence[tuple[int, ...]], grad_dtype: torch.dtype, device: torch.device
 ) -> tuple[list[Block], Tensor, list[Place], Numbers]:
-    """What the compiled step takes for parameters of `shapes`, which hold nothing yet; its numbers are on the CPU."""
+    """What the compiled step takes for parameters of `shapes`, all zero; its numbers are on the CPU."""
     blocks: list[Block] = []
     places: list[Place] = []
     for shape in map(tuple, shapes):
-        parts = step.storage.step_parts(shape, grad_dtype)
-        tensors = [torch.empty(part.shape, dtype=part.dtype, device=device) for part in parts]
-        own_blocks, own_places = blocks_of(step, tensors)
+        own_blocks, own_places = blocks_of(step, step.storage.zeros(shape, grad_dtype, device))
         blocks += own_blocks
         places += own_places
-    return blocks, torch.ones(()), places, {name: number(value) for name, value in step.rule.hyper}
+    return blocks, torch.ones(()), places, numbers(step, {})
 
 
 def _alone(view: Tensor) -> Tensor:
@@ -153,52 +149,6 @@ def _alone(view: Tensor) -> Tensor:
     tensor = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=view.device)
     compiled.mark_rows(tensor)
     return tensor
-
-
-@contextmanager
-def _fakes() -> Iterator[Any]:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    yield FakeTensorMode(shape_env=ShapeEnv())
-
-
-@contextmanager
-def _stopped(written: list[str], seen: list[Any]) -> Iterator[None]:
-    """Collects the code and the graph's inputs, and lets Inductor go no further."""
-    from torch._inductor import compile_fx
-    from torch._inductor.graph import GraphLowering
-
-    compile_graph = compile_fx.compile_fx
-
-    def note_inputs(graph: Any, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        if not seen:  # compile_fx calls itself once its options are in force
-            seen.extend(node.meta["grapharg"] for node in graph.graph.find_nodes(op="placeholder"))
-        return compile_graph(graph, inputs, *args, **kwargs)
-
-    def stop(graph: Any) -> None:
-        written.append(graph.codegen()[0].value)
-        raise _Written
-
-    with (
-        mock.patch.object(compile_fx, "compile_fx", note_inputs),
-        mock.patch.object(GraphLowering, "compile_to_module", stop),
-    ):
-        yield
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Inductor warns of the caches that are off and of the compilation that we end."""
-    logger = logging.getLogger("torch._inductor")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
 
 
 def _origins(inputs: Sequence[Any], leaves: Sequence[Tensor]) -> tuple[Origin, ...]:

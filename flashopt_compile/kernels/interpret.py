@@ -5,34 +5,59 @@ It knows no FMA and no approximate division; docs/gpu.md says what follows.
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 from flashopt_compile.kernels import pretend, source
-from flashopt_compile.kernels.emit import Emitted
-from flashopt_compile.step import Numbers, Place
+from flashopt_compile.kernels.emit import Emitted, blocks_of, numbers
+from flashopt_compile.step import Place
 
 HEURISTICS = ("persistent_reduction", "reduction", "pointwise")
 GRIDS = {"Grid1D": ("x",), "Grid2D": ("x", "y")}
 BLOCK_ELEMENTS = 1 << 16  # of one program: few and large ones are quickest, as numpy works on each
 
 
-def interpret(
-    emitted: Emitted,
-    blocks: list[list[torch.Tensor]],
-    t: torch.Tensor,
-    places: list[Place],
-    hyper: Numbers,
-) -> None:
-    """Step `blocks` of CPU tensors (see `emit.blocks_of`) in place, by the emitted kernels."""
+def interpret(emitted: Emitted, parameters: Sequence[Sequence[Tensor]], t: int, **hyper: Any) -> None:
+    """Take step `t` in place, by the emitted kernels, with CPU tensors.
+
+    Each parameter is its head, its gradient and all that is stored beside it, as `emitted.step.storage.zeros(shape,
+    grad_dtype)` makes them; there must be as many as were emitted for, of any number of rows.
+    """
     pretend.check_versions()
+    if len(parameters) != len(emitted.shapes):
+        raise ValueError(f"parameters has {len(parameters)} of them; the code is for {len(emitted.shapes)}.")
+    blocks: list[list[Tensor]] = []
+    places: list[Place] = []
+    for tensors, shape in zip(parameters, emitted.shapes, strict=True):
+        check_parameter(emitted, tensors, shape)
+        own_blocks, own_places = blocks_of(emitted.step, tensors)
+        blocks += own_blocks
+        places += own_places
+    given = blocks, torch.tensor(float(t)), places, numbers(emitted.step, hyper)
     with _interpreter():
-        inputs = emitted.bind((blocks, t, places, hyper))
-        source.run_call(emitted.source, inputs, lambda name: _launcher(name, emitted.kernels[name]))
+        source.run_call(emitted.source, emitted.bind(given), lambda name: _launcher(name, emitted.kernels[name]))
+
+
+def check_parameter(emitted: Emitted, tensors: Sequence[Tensor], shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless the emitted code, which is for `shape` but for the number of rows, is for `tensors`."""
+    own = tuple(tensors[0].shape)
+    expected = emitted.step.storage.step_parts(own, emitted.grad_dtype)
+    found = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+    if found != [(part.shape, part.dtype) for part in expected]:
+        raise ValueError(f"a parameter of shape {own} has the tensors {found}; expected are {expected}.")
+    if _forms(emitted, own) != _forms(emitted, shape):
+        raise ValueError(f"a parameter has shape {own}; the code is for rows like those of {shape}.")
+
+
+def _forms(emitted: Emitted, shape: tuple[int, ...]) -> list[tuple[int, int | None]]:
+    """Of each block its number of dims, and the length of its rows where that is baked into the code."""
+    blocks, _ = blocks_of(emitted.step, emitted.step.storage.zeros(shape, emitted.grad_dtype, "meta"))
+    return [(head.dim(), head.shape[-1] if head.dim() > 1 else None) for head, *_ in blocks]
 
 
 def _launcher(name: str, text: str) -> source.Launch:

@@ -7,7 +7,10 @@ training code imports none of it.
 import contextlib
 import ctypes
 import importlib
-from collections.abc import Callable, Iterator
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -133,3 +136,68 @@ def _device_guard(target: Target) -> Iterator[None]:
         yield
     finally:
         registry[position] = own
+
+
+@dataclass
+class Outcome:
+    """What a compilation came to: the modules that Inductor wrote, and what Dynamo notes of the graph's inputs."""
+
+    modules: list[str] = field(default_factory=list)
+    inputs: list[Any] = field(default_factory=list)
+
+
+class _Written(Exception):
+    """Ends a compilation as soon as the code is there."""
+
+
+@contextlib.contextmanager
+def no_more_than_code() -> Iterator[Outcome]:
+    """Inductor stops when the code is there: nothing is imported, tuned or run, which would take the device.
+
+    The compilation ends with an exception. What Inductor warns of, caches that are off and the files it leaves after an
+    error, is kept quiet.
+    """
+    compile_fx = importlib.import_module("torch._inductor.compile_fx")
+    lowering = importlib.import_module("torch._inductor.graph").GraphLowering
+    outcome, compile_graph = Outcome(), compile_fx.compile_fx
+
+    def note_inputs(graph: Any, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        if not outcome.inputs:  # compile_fx calls itself once its options are in force
+            outcome.inputs += (node.meta["grapharg"] for node in graph.graph.find_nodes(op="placeholder"))
+        return compile_graph(graph, inputs, *args, **kwargs)
+
+    def stop(graph: Any) -> None:
+        outcome.modules.append(graph.codegen()[0].value)
+        raise _Written
+
+    logger = logging.getLogger("torch._inductor")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with (
+            mock.patch.object(compile_fx, "compile_fx", note_inputs),
+            mock.patch.object(lowering, "compile_to_module", stop),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            yield outcome
+    finally:
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def no_driver() -> Iterator[None]:
+    """The module of a kernel asks triton for the GPU's driver as soon as it is loaded."""
+    helpers = importlib.import_module("torch._inductor.runtime.triton_helpers")
+    with mock.patch.object(helpers, "set_driver_to_gpu", lambda: None):
+        yield
+
+
+@contextlib.contextmanager
+def no_device() -> Iterator[None]:
+    """The `call` that Inductor writes around kernels makes its device the current one."""
+    with contextlib.ExitStack() as stack:
+        for device in (torch.cuda, torch.xpu):
+            stack.enter_context(mock.patch.object(device, "_DeviceGuard", lambda index: contextlib.nullcontext()))
+            stack.enter_context(mock.patch.object(device, "set_device", lambda index: None))
+        yield

@@ -1,8 +1,6 @@
 """Reads and runs the module that Inductor writes: its kernels, what they load and store, and the `call` around them."""
 
 import ast
-import contextlib
-import importlib
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -10,10 +8,11 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
+
+from flashopt_compile.kernels import pretend
 
 Launch = Callable[..., None]
 
@@ -51,12 +50,8 @@ def accesses_of(kernel: str) -> tuple[list[str], Counter[str], Counter[str]]:
 
 def load_kernel(name: str, text: str) -> ModuleType:
     """The module of one kernel, whose attribute `name` is what Inductor's heuristics made of the jitted function."""
-    helpers = importlib.import_module("torch._inductor.runtime.triton_helpers")
     module = ModuleType(name)
-    with (
-        tempfile.TemporaryDirectory() as folder,  # triton reads a function's source from its file
-        mock.patch.object(helpers, "set_driver_to_gpu", lambda: None),
-    ):
+    with tempfile.TemporaryDirectory() as folder, pretend.no_driver():  # triton reads a function's source from its file
         path = Path(folder) / "kernel.py"
         path.write_text(text, encoding="utf-8")
         module.__file__ = str(path)
@@ -86,10 +81,7 @@ def run_call(module: str, inputs: Sequence[Any], launch: Callable[[str], Launch]
         **{name: _Kernel(launch(name)) for name in kernels_of(module)},
     }
     exec(compile(ast.Module([call], []), "<call>", "exec"), namespace)
-    with contextlib.ExitStack() as stack:
-        for device in (torch.cuda, torch.xpu):
-            stack.enter_context(mock.patch.object(device, "_DeviceGuard", lambda index: contextlib.nullcontext()))
-            stack.enter_context(mock.patch.object(device, "set_device", lambda index: None))
+    with pretend.no_device():
         namespace["call"](None, list(inputs))
     return temporaries
 
