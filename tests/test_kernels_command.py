@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from flashopt_compile import cli
+from flashopt_compile import FlashLion, cli
 from flashopt_compile.kernels import TARGETS, compile_offline, emit, pretend
 from flashopt_compile.kernels.report import KEYS
 from flashopt_compile.rules import sgd
@@ -127,14 +128,23 @@ def test_emit_names_the_argument_that_is_wrong(options: dict, sentence: str):
 
 
 def test_pretending_leaves_torch_as_it_was():
-    import torch
-
     before = torch.version.hip, torch.cuda.get_device_properties, torch.cuda.current_device
     for target in TARGETS.values():
         with pretend.gpu(target):
             pass
     assert (torch.version.hip, torch.cuda.get_device_properties, torch.cuda.current_device) == before
     assert not torch.cuda.is_available() or torch.cuda.device_count()
+
+
+def test_emitting_forgets_nothing_that_training_has_compiled():
+    parameter = torch.nn.Parameter(torch.zeros(64, 64, dtype=torch.bfloat16))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = FlashLion([parameter])
+    optimizer.step()
+    torch._dynamo.utils.counters.clear()
+    emit(sgd.sgd)
+    optimizer.step()
+    assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def test_training_imports_none_of_it():

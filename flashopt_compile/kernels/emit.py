@@ -87,14 +87,11 @@ def emit_step(
     with pretend.gpu(chosen), pretend.no_more_than_code() as outcome, FakeTensorMode(shape_env=ShapeEnv()):
         blocks, *rest = arguments(step, shapes, grad_dtype, torch.device(chosen.device, 0))
         given = [[_alone(tensor) for tensor in block] for block in blocks], *rest
-        torch._dynamo.reset()
         try:
             compiled.compile_in_place(step, **options)(*given)
         except Exception:
             if not outcome.modules:
                 raise
-        finally:
-            torch._dynamo.reset()
     origins = _origins(outcome.inputs, tree_leaves(given))
     return Emitted(step, chosen, tuple(map(tuple, shapes)), grad_dtype, outcome.modules[0], origins)
 
