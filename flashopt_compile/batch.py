@@ -188,21 +188,16 @@ class Batch:
             self._run(waiting.step, block, waiting.t, Place.at(start), waiting.hyper)
 
     def _step_in_place(self, waiting: Waiting, piece: Piece, grad: Tensor) -> None:
-        head, *rest = (
-            tensor.view(-1, 1 if is_scale else piece.group_size)
-            for tensor, is_scale in zip(piece.stored, piece.scales, strict=True)
-        )
-        tensors = head, grad.view_as(head), *rest
         size, length = piece.group_size, CHUNK_ELEMENTS // piece.group_size
-        lanes, rows = lane_phases(size, head.device), row_phases(length, size, size, head.device)
-        for number, block in enumerate(zip(*(tensor.split(length) for tensor in tensors), strict=True)):
+        lanes, rows = lane_phases(size, grad.device), row_phases(length, size, size, grad.device)
+        grads = grad.view(-1, size).split(length)
+        for number, (grad, (head, *rest)) in enumerate(zip(grads, piece.chunks(length), strict=True)):
             start = piece.start + number * length * size
-            if len(block[0]) == 1:  # Dynamo tells sizes of 1 apart
-                own = Piece([block[0], *block[2:]], piece.scales, start, size, size)
-                self._wait(waiting, own, block[1])
+            if len(head) == 1:  # Dynamo tells sizes of 1 apart
+                self._wait(waiting, Piece([head, *rest], piece.scales, start, size, size), grad)
             else:
-                place = Place(phase_of(start), (rows[: len(block[0])], lanes))
-                self._run(waiting.step, list(block), waiting.t, place, waiting.hyper)
+                place = Place(phase_of(start), (rows[: len(head)], lanes))
+                self._run(waiting.step, [head, grad, *rest], waiting.t, place, waiting.hyper)
 
     def _step_together(self, waiting: Waiting) -> None:
         pieces, grads = waiting.pieces, waiting.grads

@@ -100,6 +100,7 @@ class FlashOptimizer(torch.optim.Optimizer):
                 raise TypeError(f"{owner}: unknown option {name!r}; allowed are {', '.join(known)}.")
         self.eager = eager
         self._entries: dict[Tensor, Entry] = {}
+        self._known_numbers: dict[int, tuple[Group, Numbers]] = {}
         self._packs: dict[tuple[int, ...], Pack] = {}
         super().__init__(params, {**known, **given})
 
@@ -291,7 +292,13 @@ class FlashOptimizer(torch.optim.Optimizer):
         hyper = {name: group[name] for name, _ in self.rule_of(group).hyper}
         if group["decouple_lr"] and "weight_decay" in hyper and group["initial_lr"]:
             hyper["weight_decay"] = hyper["weight_decay"] / group["initial_lr"]
-        return {name: tensor(value) for name, value in hyper.items()}
+        if torch.compiler.is_compiling() or any(isinstance(value, Tensor) for value in hyper.values()):
+            return {name: tensor(value) for name, value in hyper.items()}
+        known, numbers = self._known_numbers.get(id(group), ({}, {}))
+        if known != hyper:
+            numbers = {name: tensor(value) for name, value in hyper.items()}
+            self._known_numbers[id(group)] = hyper, numbers
+        return numbers
 
     def _has_nonfinite_gradient(self, work: list[Work]) -> bool:
         grads = [p.grad for group, _, p, _ in work if group["skip_nonfinite"] and p.grad is not None]
@@ -331,4 +338,4 @@ class FlashOptimizer(torch.optim.Optimizer):
             if isinstance(value, states.Opaque):
                 state["state"][parameter] = states.copied(value.state, parameter.device)
         super().__setstate__(state)
-        self._entries, self._packs = {}, {}
+        self._entries, self._known_numbers, self._packs = {}, {}, {}

@@ -1,7 +1,7 @@
 """Parameters as pieces that fit a block: where their rows and groups lie, and how they are padded to whole groups."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
 import torch
@@ -27,6 +27,7 @@ class Piece:
     group_size: int
     is_whole: bool = False  # so that `stored` are the tensors of the optimizer's state themselves
     home: object = None  # whose memory all but the head lies in
+    _chunks: list[list[Tensor]] | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def of(cls, step: Step, stored: Sequence[Tensor]) -> "Piece":
@@ -57,6 +58,16 @@ class Piece:
     def beyond(self, rows: Tensor) -> Tensor:
         """The view of the padding in the block's rows."""
         return rows.view(-1, self.columns + self.padding)[:, self.columns :]
+
+    def chunks(self, rows: int) -> list[list[Tensor]]:
+        """All parts of a contiguous piece without padding as blocks of so many rows."""
+        if self._chunks is None:
+            parts = (
+                tensor.view(-1, 1 if is_scale else self.group_size).split(rows)
+                for tensor, is_scale in zip(self.stored, self.scales, strict=True)
+            )
+            self._chunks = [list(chunk) for chunk in zip(*parts, strict=True)]
+        return self._chunks
 
     def slabs(self, elements: int) -> Iterator[tuple[slice, "Piece"]]:
         """The piece in parts of about so many elements, cut along the first dim."""
