@@ -103,10 +103,18 @@ def check_torch_options(owner: str, options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in TORCH_OPTIONS}
 
 
+def is_sharded(value: Any) -> bool:
+    """Whether it is a tensor of which each process has a part, as FSDP2 and tensor parallelism make them."""
+    return hasattr(value, "full_tensor")
+
+
 def check_parameter(owner: str, name: str, parameter: Any) -> None:
     """Raise TypeError or ValueError if `parameter` is not one we can store."""
     if not isinstance(parameter, Tensor):
         raise TypeError(f"{owner}: parameter {name} is a {type(parameter).__name__}; allowed are tensors.")
+    if is_sharded(parameter):
+        kind = type(parameter.data).__name__
+        raise TypeError(f"{owner}: parameter {name} is a {kind}; parameters in shards are not supported yet.")
     if parameter.layout != torch.strided:
         raise TypeError(f"{owner}: parameter {name} has layout {parameter.layout}; allowed is torch.strided.")
     if parameter.dtype not in PARAMETER_DTYPES:

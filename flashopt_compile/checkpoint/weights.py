@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flashopt_compile.checkpoint.values import Group, Keeper, described, is_tensor
+from flashopt_compile.options import is_sharded
 from quant.format import WeightFormat
 from quant.split import Split
 
@@ -136,10 +137,9 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def refuse_sharded(keeper: Keeper, key: str, value: Any) -> None:
-    if hasattr(value, "full_tensor"):
-        raise ValueError(
-            f"{type(keeper).__name__}: {key} is a {type(value).__name__}; parameters in shards are not supported yet."
-        )
+    if is_sharded(value):
+        kind = type(value.data).__name__
+        raise ValueError(f"{type(keeper).__name__}: {key} is a {kind}; parameters in shards are not supported yet.")
 
 
 def parameter_keys(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
