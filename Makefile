@@ -25,7 +25,6 @@ lint: .venv/.installed-test .venv/.installed-lint ## ruff and pyright over sourc
 
 proof: .venv/.installed-test ## the exhaustive proofs of the bounds
 	$(BIN)/python -m bench.proof
-	$(BIN)/python -m pytest -n 2 -m proof
 
 bench: .venv/.installed-bench ## the benchmarks behind the README's figures
 	$(BIN)/python -m bench
