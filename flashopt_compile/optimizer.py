@@ -23,7 +23,7 @@ from flashopt_compile.options import (
 )
 from flashopt_compile.pieces import Piece
 from flashopt_compile.rule import Rule
-from flashopt_compile.step import Numbers, Step, trace
+from flashopt_compile.step import Numbers, Step, as_number, trace
 from flashopt_compile.storage import Storage, storage_of
 
 Group = dict[str, Any]
@@ -282,21 +282,15 @@ class FlashOptimizer(torch.optim.Optimizer):
             )
 
     def _numbers(self, group: Group) -> Numbers:
-        """The group's hyper-parameters as its rule takes them: every number a 0-dim fp32 tensor."""
-
-        def tensor(value: Any) -> Any:
-            if isinstance(value, tuple | list):
-                return tuple(tensor(each) for each in value)
-            return torch.as_tensor(value, dtype=torch.float32).reshape(())
-
+        """The group's hyper-parameters as its rule takes them."""
         hyper = {name: group[name] for name, _ in self.rule_of(group).hyper}
         if group["decouple_lr"] and "weight_decay" in hyper and group["initial_lr"]:
             hyper["weight_decay"] = hyper["weight_decay"] / group["initial_lr"]
         if torch.compiler.is_compiling() or any(isinstance(value, Tensor) for value in hyper.values()):
-            return {name: tensor(value) for name, value in hyper.items()}
+            return {name: as_number(value) for name, value in hyper.items()}
         known, numbers = self._known_numbers.get(id(group), ({}, {}))
         if known != hyper:
-            numbers = {name: tensor(value) for name, value in hyper.items()}
+            numbers = {name: as_number(value) for name, value in hyper.items()}
             self._known_numbers[id(group)] = hyper, numbers
         return numbers
 

@@ -16,6 +16,13 @@ from quant.grouped import Grouped
 Numbers = dict[str, Any]
 
 
+def as_number(value: Any) -> Any:
+    """A hyper-parameter as rules take it: a 0-dim fp32 tensor, or a tuple of such."""
+    if isinstance(value, tuple | list):
+        return tuple(map(as_number, value))
+    return torch.as_tensor(value, dtype=torch.float32).reshape(())
+
+
 class Place(NamedTuple):
     """Where a block lies in its parameter, as terms of the phases that noise is drawn from.
 

@@ -111,7 +111,7 @@ def of_a_training(step: Step, shape: tuple[int, ...], grad_dtype: torch.dtype, s
 
 def run_eager(step: Step, tensors: list[Tensor], t: int) -> None:
     with exact_roots():
-        for block, place in zip(*blocks_of(step, tensors), strict=True):
+        for block, place in zip(*blocks_of(step, [tensors]), strict=True):
             step(block, torch.tensor(float(t)), place, numbers(step, hyper_of(step)))
 
 

@@ -1,6 +1,6 @@
 """A rule → the Triton source that Inductor writes for its step on a GPU, without one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,7 @@ from flashopt_compile import compiled
 from flashopt_compile.kernels import pretend, source
 from flashopt_compile.kernels.targets import Target, target_of
 from flashopt_compile.rule import Rule
-from flashopt_compile.step import Numbers, Place, Step
+from flashopt_compile.step import Numbers, Place, Step, as_number
 from flashopt_compile.storage import PARAMETER_DTYPES, storage_of
 
 Block = list[Tensor]
@@ -110,21 +110,16 @@ def numbers(step: Step, given: Mapping[str, Any]) -> Numbers:
     for name in given:
         if name not in known:
             raise ValueError(f"{name} is no hyper-parameter of {step.rule.name}; it has {', '.join(known)}.")
-
-    def number(value: Any) -> Any:
-        if isinstance(value, tuple | list):
-            return tuple(map(number, value))
-        return torch.as_tensor(value, dtype=torch.float32)
-
-    return {name: number(given.get(name, default)) for name, default in known.items()}
+    return {name: as_number(given.get(name, default)) for name, default in known.items()}
 
 
-def blocks_of(step: Step, tensors: Sequence[Tensor]) -> tuple[list[Block], list[Place]]:
-    """A parameter (head, gradient, the rest) as the blocks it is stepped in on a GPU, and their places."""
+def blocks_of(step: Step, parameters: Iterable[Sequence[Tensor]]) -> tuple[list[Block], list[Place]]:
+    """Parameters (each a head, gradient, the rest) as the blocks they are stepped in on a GPU, and their places."""
     blocks, places = [], []
-    for start, block in step.storage.blocks(tuple(tensors[0].shape), tensors):
-        blocks.append(block)
-        places.append(Place.at(start))
+    for tensors in parameters:
+        for start, block in step.storage.blocks(tuple(tensors[0].shape), tensors):
+            blocks.append(block)
+            places.append(Place.at(start))
     return blocks, places
 
 
@@ -132,12 +127,7 @@ def arguments(
     step: Step, shapes: Sequence[tuple[int, ...]], grad_dtype: torch.dtype, device: torch.device
 ) -> tuple[list[Block], Tensor, list[Place], Numbers]:
     """What the compiled step takes for parameters of `shapes`, all zero; its numbers are on the CPU."""
-    blocks: list[Block] = []
-    places: list[Place] = []
-    for shape in map(tuple, shapes):
-        own_blocks, own_places = blocks_of(step, step.storage.zeros(shape, grad_dtype, device))
-        blocks += own_blocks
-        places += own_places
+    blocks, places = blocks_of(step, (step.storage.zeros(tuple(shape), grad_dtype, device) for shape in shapes))
     return blocks, torch.ones(()), places, numbers(step, {})
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from flashopt_compile.kernels import pretend, source
 from flashopt_compile.kernels.emit import Emitted, blocks_of, numbers
-from flashopt_compile.step import Place
 
 HEURISTICS = ("persistent_reduction", "reduction", "pointwise")
 GRIDS = {"Grid1D": ("x",), "Grid2D": ("x", "y")}
@@ -31,13 +30,9 @@ def interpret(emitted: Emitted, parameters: Sequence[Sequence[Tensor]], t: int, 
     pretend.check_versions()
     if len(parameters) != len(emitted.shapes):
         raise ValueError(f"parameters has {len(parameters)} of them; the code is for {len(emitted.shapes)}.")
-    blocks: list[list[Tensor]] = []
-    places: list[Place] = []
     for tensors, shape in zip(parameters, emitted.shapes, strict=True):
         check_parameter(emitted, tensors, shape)
-        own_blocks, own_places = blocks_of(emitted.step, tensors)
-        blocks += own_blocks
-        places += own_places
+    blocks, places = blocks_of(emitted.step, parameters)
     given = blocks, torch.tensor(float(t)), places, numbers(emitted.step, hyper)
     with _interpreter():
         source.run_call(emitted.source, emitted.bind(given), lambda name: _launcher(name, emitted.kernels[name]))
@@ -56,7 +51,7 @@ def check_parameter(emitted: Emitted, tensors: Sequence[Tensor], shape: tuple[in
 
 def _forms(emitted: Emitted, shape: tuple[int, ...]) -> list[tuple[int, int | None]]:
     """Of each block its number of dims, and the length of its rows where that is baked into the code."""
-    blocks, _ = blocks_of(emitted.step, emitted.step.storage.zeros(shape, emitted.grad_dtype, "meta"))
+    blocks, _ = blocks_of(emitted.step, [emitted.step.storage.zeros(shape, emitted.grad_dtype, "meta")])
     return [(head.dim(), head.shape[-1] if head.dim() > 1 else None) for head, *_ in blocks]
 
 
