@@ -185,7 +185,7 @@ class Batch:
     def _step_whole(self, waiting: Waiting, piece: Piece, grad: Tensor) -> None:
         head, *rest = piece.stored
         for start, block in waiting.step.storage.blocks(tuple(head.shape), [head, grad, *rest]):
-            self._run(waiting.step, block, waiting.t, Place.at(start), waiting.hyper)
+            self._run(waiting.step, block, waiting.t, Place.at(piece.start + start), waiting.hyper)
 
     def _step_in_place(self, waiting: Waiting, piece: Piece, grad: Tensor) -> None:
         size, length = piece.group_size, CHUNK_ELEMENTS // piece.group_size

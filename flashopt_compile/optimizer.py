@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from flashopt_compile import compiled, numerics
+from flashopt_compile import compiled, numerics, sharding
 from flashopt_compile.batch import Batch, Pack
 from flashopt_compile.checkpoint import states, weights
 from flashopt_compile.memory import memory
@@ -40,9 +40,8 @@ class Entry(NamedTuple):
 
 
 def gradient(parameter: Tensor) -> Tensor:
-    """The gradient of a parameter that has one, apart from autograd."""
-    assert parameter.grad is not None
-    return parameter.grad.detach()
+    """The gradient, of what this process has of a parameter that has one, apart from autograd."""
+    return sharding.part_of(parameter.grad, parameter).detach()
 
 
 def all_same(tensors: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> bool:
@@ -179,9 +178,8 @@ class FlashOptimizer(torch.optim.Optimizer):
             storage = self.storage(group, parameter)
             state["step"] += 1
             step = Step(self.rule_of(group), storage, group["rounding"], group["maximize"])
-            trace(
-                step, self._tensors(storage, parameter, gradient(parameter), state), state["step"], numbers[id(group)]
-            )
+            tensors = self._tensors(storage, parameter, gradient(parameter), state)
+            trace(step, tensors, sharding.start(parameter), state["step"], numbers[id(group)])
 
     def _entry(self, group: Group, name: str, parameter: Tensor, state: dict[str, Any]) -> Entry:
         """How a parameter is stepped, worked out anew when anything it depends on is another than last time."""
@@ -192,13 +190,14 @@ class FlashOptimizer(torch.optim.Optimizer):
             group["rounding"],
             group["maximize"],
         )
-        values = parameter.data_ptr(), parameter.stride(), *options
+        head = sharding.local(parameter).detach()
+        values = head.data_ptr(), head.stride(), *options
         entry = self._entries.get(parameter)
         if entry is None or entry.values != values or not all_same(entry.state, tuple(state.values())):
             self._check_keys(group, name, parameter, state)
             step = self._step_of(group, parameter)
-            stored = parameter.detach(), *(state[key] for key in step.storage.parts(tuple(parameter.shape)))
-            entry = Entry(values, tuple(state.values()), step, Piece.of(step, stored))
+            stored = head, *(sharding.local(state[key]) for key in step.storage.parts(tuple(head.shape)))
+            entry = Entry(values, tuple(state.values()), step, Piece.of(step, stored, sharding.start(parameter)))
             self._entries[parameter] = entry
             self._packs.clear()
         return entry
@@ -213,9 +212,9 @@ class FlashOptimizer(torch.optim.Optimizer):
             return
         kinds: dict[Any, tuple[Step, Group, Tensor]] = {}
         for group, _, parameter, _ in self._work(make=False):
-            step = self._step_of(group, parameter)
-            if parameter.numel():
-                kinds[compiled.kind_of(step, parameter)] = step, group, parameter
+            step, own = self._step_of(group, parameter), sharding.local(parameter)
+            if own.numel():
+                kinds[compiled.kind_of(step, own)] = step, group, own
         for number, (step, group, parameter) in enumerate(kinds.values(), start=1):
             begin = time.perf_counter()
             if compiled.prepare(step, parameter, self._numbers(group)) and verbose:
@@ -228,7 +227,10 @@ class FlashOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def health(self) -> list[numerics.Health]:
-        """For each parameter group, what share of its stored numbers is saturated, zeroed, stalled or not finite."""
+        """For each parameter group, what share of its stored numbers is saturated, zeroed, stalled or not finite.
+
+        Of sharded parameters, of what this process has of them.
+        """
         return [numerics.health(self._samples(group)) for group in self.param_groups]
 
     def _samples(self, group: Group) -> Iterator[tuple[Step, list[Tensor], Tensor, Numbers]]:
@@ -236,7 +238,8 @@ class FlashOptimizer(torch.optim.Optimizer):
         for owner, _, parameter, state in self._work(make=False):
             if owner is group and state:
                 step = self._step_of(group, parameter)
-                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                own = sharding.local(parameter)
+                grad = torch.zeros_like(own) if parameter.grad is None else gradient(parameter)
                 yield step, self._tensors(step.storage, parameter, grad, state), state["step"], numbers
 
     def _work(self, make: bool = True) -> Iterator[Work]:
@@ -250,7 +253,7 @@ class FlashOptimizer(torch.optim.Optimizer):
                     yield group, name, parameter, self.state.get(parameter, {})
 
     def storage(self, group: Group, parameter: Tensor) -> Storage:
-        """How a parameter's weight and states are stored under the group's options."""
+        """How a parameter's weight and states are stored under the group's options; the same on every process."""
         shape = tuple(parameter.shape)
         return storage_of(self.rule_of(group), parameter.dtype, shape, group["master_weight_bits"], group["quantize"])
 
@@ -259,17 +262,16 @@ class FlashOptimizer(torch.optim.Optimizer):
 
     def new_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
         """A parameter's state before its first step."""
-        parts = self.storage(group, parameter).parts(tuple(parameter.shape))
-        zeros = {key: torch.zeros(part.shape, dtype=part.dtype, device=parameter.device) for key, part in parts.items()}
-        return {"step": torch.zeros((), dtype=torch.float32), **zeros}
+        own = sharding.local(parameter)
+        parts = self.storage(group, parameter).parts(tuple(own.shape))
+        zeros = {key: torch.zeros(part.shape, dtype=part.dtype, device=own.device) for key, part in parts.items()}
+        sharded = {key: sharding.as_sharded(value, parameter) for key, value in zeros.items()}
+        return {"step": torch.zeros((), dtype=torch.float32), **sharded}
 
     def _tensors(self, storage: Storage, parameter: Tensor, grad: Tensor, state: dict[str, Any]) -> list[Tensor]:
         """Head, gradient and the rest in the storage's order, apart from autograd, which minds views of a leaf."""
-        return [
-            parameter.detach(),
-            grad.detach(),
-            *(state[key] for key in storage.parts(tuple(parameter.shape))),
-        ]
+        head = sharding.local(parameter).detach()
+        return [head, grad, *(sharding.local(state[key]) for key in storage.parts(tuple(head.shape)))]
 
     def _check_keys(self, group: Group, name: str, parameter: Tensor, state: dict[str, Any]) -> None:
         parts = self.storage(group, parameter).parts(tuple(parameter.shape))
@@ -295,8 +297,9 @@ class FlashOptimizer(torch.optim.Optimizer):
         return numbers
 
     def _has_nonfinite_gradient(self, work: list[Work]) -> bool:
-        grads = [p.grad for group, _, p, _ in work if group["skip_nonfinite"] and p.grad is not None]
-        return numerics.has_nonfinite(grads)
+        parameters = [parameter for group, _, parameter, _ in work if group["skip_nonfinite"]]
+        found = numerics.has_nonfinite([gradient(parameter) for parameter in parameters])
+        return sharding.any_process(found, parameters)
 
     def state_dict(self) -> dict[str, Any]:
         """States as they are stored, or as torch.optim has them in groups with compress_state_dict=False."""
@@ -314,14 +317,21 @@ class FlashOptimizer(torch.optim.Optimizer):
         finally:
             hook.remove()
 
-    def get_fp32_model_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
-        """The model's state dict with its weights as exactly as the optimizer has them, in fp32."""
-        return weights.get_fp32(self, model)
+    def get_fp32_model_state_dict(self, model: torch.nn.Module, sharded: bool = False) -> dict[str, Any]:
+        """The model's state dict with its weights as exactly as the optimizer has them, in fp32.
+
+        Sharded parameters come whole, to every process; with `sharded` as DTensors, as torch.distributed.checkpoint
+        takes them. All processes must call.
+        """
+        return weights.get_fp32(self, model, sharded)
 
     def set_fp32_model_state_dict(
         self, model: torch.nn.Module, state_dict: dict[str, Any], strict: bool = True
     ) -> None:
-        """Set the model's weights from fp32, keeping what 16-bit heads round away; on an error nothing changes."""
+        """Set the model's weights from fp32, keeping what 16-bit heads round away; on an error nothing changes.
+
+        For sharded parameters the values may be whole or DTensors.
+        """
         weights.set_fp32(self, model, state_dict, strict)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -330,6 +340,6 @@ class FlashOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         for parameter, value in state["state"].items():
             if isinstance(value, states.Opaque):
-                state["state"][parameter] = states.copied(value.state, parameter.device)
+                state["state"][parameter] = states.copied(value.state, parameter)
         super().__setstate__(state)
         self._entries, self._known_numbers, self._packs = {}, {}, {}

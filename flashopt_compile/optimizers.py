@@ -1,6 +1,6 @@
 """The optimizers that ship with the library: rules with a constructor."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -15,30 +15,30 @@ SGD_NAMES = {"m": "momentum_buffer"}
 class FlashAdamW(FlashOptimizer, rule=adamw.adamw):
     """Drop-in for `torch.optim.AdamW`: 5.13 bytes per parameter beside the gradient, for a bf16 model."""
 
-    torch_names = ADAM_NAMES
-    namesake = torch.optim.AdamW
+    torch_names: ClassVar[dict[str, str]] = ADAM_NAMES
+    namesake: ClassVar[type[Any] | None] = torch.optim.AdamW
 
 
 class FlashAdam(FlashOptimizer, rule=adam.adam):
     """Drop-in for `torch.optim.Adam`: 5.13 bytes per parameter beside the gradient, for a bf16 model."""
 
     decays_by_penalty = True
-    torch_names = ADAM_NAMES
-    namesake = torch.optim.Adam
+    torch_names: ClassVar[dict[str, str]] = ADAM_NAMES
+    namesake: ClassVar[type[Any] | None] = torch.optim.Adam
 
 
 class FlashLion(FlashOptimizer, rule=lion.lion):
     """Lion: 4.07 bytes per parameter beside the gradient, for a bf16 model."""
 
-    torch_names = ADAM_NAMES
+    torch_names: ClassVar[dict[str, str]] = ADAM_NAMES
 
 
 class FlashSGD(FlashOptimizer, rule=sgd.sgd_momentum, nesterov=False):
     """Drop-in for `torch.optim.SGD`: with momentum 4.07 bytes per parameter beside the gradient, without it 3."""
 
     decays_by_penalty = True
-    torch_names = SGD_NAMES
-    namesake = torch.optim.SGD
+    torch_names: ClassVar[dict[str, str]] = SGD_NAMES
+    namesake: ClassVar[type[Any] | None] = torch.optim.SGD
 
     @classmethod
     def rule_of(cls, group: dict[str, Any]) -> Rule:
@@ -50,7 +50,7 @@ class FlashSGD(FlashOptimizer, rule=sgd.sgd_momentum, nesterov=False):
 class FlashSGDW(FlashOptimizer, rule=sgd.sgdw_momentum, nesterov=False):
     """SGD with decoupled weight decay: w ← w − lr·(momentum + weight_decay·w)."""
 
-    torch_names = SGD_NAMES
+    torch_names: ClassVar[dict[str, str]] = SGD_NAMES
 
     @classmethod
     def rule_of(cls, group: dict[str, Any]) -> Rule:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashopt_compile.sharding import is_sharded, is_supported, placements
 from flashopt_compile.storage import PARAMETER_DTYPES, TAILS
 
 # How weights and states are kept and stepped, whatever the rule; each may be set per parameter group.
@@ -103,18 +104,13 @@ def check_torch_options(owner: str, options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in TORCH_OPTIONS}
 
 
-def is_sharded(value: Any) -> bool:
-    """Whether it is a tensor of which each process has a part, as FSDP2 and tensor parallelism make them."""
-    return hasattr(value, "full_tensor")
-
-
 def check_parameter(owner: str, name: str, parameter: Any) -> None:
     """Raise TypeError or ValueError if `parameter` is not one we can store."""
     if not isinstance(parameter, Tensor):
         raise TypeError(f"{owner}: parameter {name} is a {type(parameter).__name__}; allowed are tensors.")
-    if is_sharded(parameter):
-        kind = type(parameter.data).__name__
-        raise TypeError(f"{owner}: parameter {name} is a {kind}; parameters in shards are not supported yet.")
+    if is_sharded(parameter) and not is_supported(parameter):
+        how = one_line(placements(parameter))
+        raise TypeError(f"{owner}: parameter {name} is sharded as {how}; allowed are rows (dim 0) and replicas.")
     if parameter.layout != torch.strided:
         raise TypeError(f"{owner}: parameter {name} has layout {parameter.layout}; allowed is torch.strided.")
     if parameter.dtype not in PARAMETER_DTYPES:
@@ -126,6 +122,9 @@ def check_gradient(owner: str, name: str, parameter: Tensor) -> None:
     """Raise TypeError or ValueError if the gradient of `parameter`, which has one, cannot step it."""
     grad = parameter.grad
     assert grad is not None
+    if is_sharded(grad) != is_sharded(parameter):
+        kinds = type(grad.data).__name__, type(parameter.data).__name__
+        raise TypeError(f"{owner}: the gradient of {name} is a {kinds[0]}; expected is a {kinds[1]}, as the parameter.")
     if grad.layout != torch.strided:
         raise TypeError(f"{owner}: the gradient of {name} has layout {grad.layout}; allowed is torch.strided.")
     if grad.dtype not in PARAMETER_DTYPES:

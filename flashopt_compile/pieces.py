@@ -30,13 +30,13 @@ class Piece:
     _chunks: list[list[Tensor]] | None = field(default=None, init=False, repr=False)
 
     @classmethod
-    def of(cls, step: Step, stored: Sequence[Tensor]) -> "Piece":
-        """A whole parameter."""
+    def of(cls, step: Step, stored: Sequence[Tensor], start: int = 0) -> "Piece":
+        """A whole parameter, or the rows of one from `start` on that a process has."""
         head, grouped = stored[0], step.storage.grouped
         if grouped is None:
-            return cls(stored, step.storage.scales, 0, head.numel(), FLAT_COLUMNS, is_whole=True)
+            return cls(stored, step.storage.scales, start, head.numel(), FLAT_COLUMNS, is_whole=True)
         columns = grouped.rows(tuple(head.shape)).columns
-        return cls(stored, step.storage.scales, 0, columns, grouped.group_size, is_whole=True)
+        return cls(stored, step.storage.scales, start, columns, grouped.group_size, is_whole=True)
 
     @cached_property
     def elements(self) -> int:

@@ -107,10 +107,10 @@ def _one_of_a_kind(rule: Rule, storage: Storage, rounding: str, maximize: bool) 
     return Step(rule, storage, rounding, maximize)
 
 
-def trace(step: Step, tensors: Sequence[Tensor], t: Tensor, hyper: Numbers) -> None:
-    """Step a whole parameter (head, gradient, then the rest) inside a graph that a caller is compiling."""
+def trace(step: Step, tensors: Sequence[Tensor], start: int, t: Tensor, hyper: Numbers) -> None:
+    """Step a parameter (head, gradient, then the rest), or rows of it, inside a graph that a caller is compiling."""
     copies = [tensor.contiguous() for tensor in tensors]
-    for start, block in step.storage.blocks(tuple(copies[0].shape), copies):
-        step(block, t, Place.at(start), hyper)
+    for offset, block in step.storage.blocks(tuple(copies[0].shape), copies):
+        step(block, t, Place.at(start + offset), hyper)
     if copies[0] is not tensors[0]:
         tensors[0].copy_(copies[0])

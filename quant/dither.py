@@ -44,8 +44,8 @@ def phases_of(index: Tensor) -> Tensor:
 
 def phase_of(index: int) -> Tensor:
     """`phases_of` a number, as a number on the CPU."""
-    phase = index * INDEX_STRIDE % 2**32
-    return torch.tensor(phase - 2**32 if phase >= 2**31 else phase, dtype=torch.int32)
+    # Without a branch, as the index may be one that Dynamo does not know yet.
+    return torch.tensor((index * INDEX_STRIDE + 2**31) % 2**32 - 2**31, dtype=torch.int32)
 
 
 def _times(number: Tensor, stride: int) -> Tensor:

@@ -1,14 +1,12 @@
 """Exact weights, out of a model and its optimizer and back in."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch import Tensor, nn
 from training import assert_identical, give_gradients
 
 from flashopt_compile import FlashAdamW, FlashOptimizer
@@ -208,23 +206,3 @@ def test_a_mistake_is_one_sentence_and_changes_nothing(mistake: str):
         optimizer.set_fp32_model_state_dict(model, wrong)
     assert "\n" not in str(caught.value)
     assert_identical(everything(model, optimizer), before)
-
-
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    """Of this process alone."""
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
-    yield
-    distributed.destroy_process_group()
-
-
-def test_sharded_parameters_are_refused(process_group: None):
-    model, optimizer = trained(torch.bfloat16)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(ValueError, match=r"is a DTensor; parameters in shards are not supported yet\.$"):
-        optimizer.get_fp32_model_state_dict(model)
-    with pytest.raises(TypeError, match=r"parameter 0\.0 is a DTensor; parameters in shards are not supported yet\.$"):
-        FlashAdamW(model.parameters())
-    whole = [parameter.full_tensor() for parameter in model.parameters()]  # pyright: ignore[reportAttributeAccessIssue]
-    assert_identical(whole, before)

@@ -22,6 +22,15 @@ from flashopt_compile.checkpoint import foreign
 from flashopt_compile.checkpoint.states import library_version
 from flashopt_compile.checkpoint.values import described, is_tensor
 from flashopt_compile.checkpoint.weights import entries, parameter_keys, unwrapped
+from flashopt_compile.sharding import (
+    as_sharded,
+    first_process_succeeds,
+    is_first_process,
+    is_sharded,
+    local,
+    part_of,
+    whole,
+)
 
 FILE_FORMAT = 1
 FORMAT_KEY = "flashopt_file"
@@ -35,9 +44,11 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.
     """Write model, optimizer and whatever else to a file: at any moment `path` is the whole old one or the new one.
 
     `extra` may hold numbers, strings, tensors, and lists, tuples and dicts of these, such as
-    `scheduler=scheduler.state_dict()`.
+    `scheduler=scheduler.state_dict()`. If the model is sharded, all processes must call: the first one collects and
+    writes the very file that one process alone would have written, and the others wait for it.
     """
     held = {key: value for key, (_, value) in entries(model).items()}
+    check_optimizer(held, optimizer)
     metadata = getattr(unwrapped(model).state_dict(), "_metadata", {})
     content = {
         "torch": str(torch.__version__),
@@ -48,29 +59,45 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.
         "optimizer": optimizer.state_dict(),
         "extra": extra,
     }
-    write(path, content)
+    if not any(map(is_sharded, held.values())):
+        write(path, content)
+        return
+    writes = is_first_process()
+
+    def collected(tensor: Tensor) -> Tensor | None:
+        everything = whole(tensor)
+        return everything.cpu() if writes else None
+
+    content = mapped(content, collected)
+    with first_process_succeeds():
+        if writes:
+            write(path, content)
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Load what `save` wrote into model and optimizer, and return the rest; tensors among it are on the CPU.
 
-    A file that is damaged or does not fit is refused with a ValueError; model and optimizer are then as before.
+    A file that is damaged or does not fit is refused with a ValueError; model and optimizer are then as before. If the
+    model is sharded, however it was when saved, each process takes its part.
     """
+    check_optimizer({key: value for key, (_, value) in entries(model).items()}, optimizer)
     content = read(path)
     if FORMAT_KEY not in content:
         raise ValueError(f"{path} was not written by flashopt_compile.save; its keys are {described(list(content))}.")
-    names = {key: actual for key, (actual, _) in entries(model).items()}
+    own = entries(model)
+    names = {key: actual for key, (actual, _) in own.items()}
     check_model(str(path), model, content["model"])
-    saved = OrderedDict((names[key], value) for key, value in content["model"].items())
+    saved = OrderedDict((names[key], fitted(value, own[key][1])) for key, value in content["model"].items())
     saved._metadata = content["metadata"]  # pyright: ignore[reportAttributeAccessIssue]
-    before = {key: each.detach().cpu().clone() for key, (_, each) in entries(model).items() if isinstance(each, Tensor)}
+    before = {key: local(each).detach().cpu().clone() for key, (_, each) in own.items() if isinstance(each, Tensor)}
     held = {"state": optimizer.state, "param_groups": optimizer.param_groups}
     try:
         optimizer.load_state_dict(mapped(content["optimizer"], Tensor.clone))  # torch.optim's would keep what it gets
         unwrapped(model).load_state_dict(saved)
     except Exception:
         optimizer.__setstate__(held)
-        unwrapped(model).load_state_dict({names[key]: value for key, value in before.items()}, strict=False)
+        restored = {names[key]: as_sharded(value, own[key][1]) for key, value in before.items()}
+        unwrapped(model).load_state_dict(restored, strict=False)
         raise
     return mapped(content["extra"], Tensor.clone)  # apart from the file, which the tensors lie in
 
@@ -226,6 +253,19 @@ def _compact(tensor: Tensor, copies: dict[Any, Tensor]) -> Tensor:
         return tensor
     key = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
     return copies.setdefault(key, tensor.clone())
+
+
+def fitted(value: Any, held: Any) -> Any:
+    """A saved value as the model is to take it: sharded if what it has in its place is."""
+    return as_sharded(part_of(value, held), held) if is_sharded(held) else value
+
+
+def check_optimizer(held: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Raise TypeError if the model is sharded and the optimizer cannot tell its shards from wholes."""
+    if any(map(is_sharded, held.values())) and not hasattr(optimizer, "get_fp32_model_state_dict"):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}; for a sharded model allowed are those of flashopt_compile."
+        )
 
 
 def check_model(path: str, model: nn.Module, saved: Any) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from flashopt_compile.checkpoint.plain import name_of
 from flashopt_compile.checkpoint.plain import read as read_plain
 from flashopt_compile.checkpoint.values import Group, Keeper, State, Values, described, expand, is_tensor
+from flashopt_compile.sharding import whole
 from flashopt_compile.storage import Storage
 from quant.compand import SOFTSIGN, SQUARE_ROOT
 
@@ -31,9 +32,8 @@ def matches(state: State) -> bool:
     return ERROR_BITS in state or any(str(key).endswith(QUANTIZED) for key in state)
 
 
-def read(state: State, names: dict[str, str], storage: Storage, parameter: Tensor) -> Values:
+def read(state: State, names: dict[str, str], storage: Storage, shape: tuple[int, ...]) -> Values:
     """The values of a state that `matches`; ValueError with the end of a sentence if they do not fit."""
-    shape = tuple(parameter.shape)
     expanded = {key: value for key, value in state.items() if "::" not in str(key) and key != ERROR_BITS}
     for letter, _ in storage.states:
         name = name_of(names, letter)
@@ -106,7 +106,7 @@ def flashoptim_state_dict(keeper: Keeper) -> dict[str, Any]:
     """The optimizer's state dict as FlashOptim 0.1 writes and loads it, its 8-bit states in its own codes.
 
     States of user-defined rules have no name there. A value beyond the fp16 scales' range is refused; one below is
-    written coarsely, with a warning.
+    written coarsely, with a warning. Of sharded parameters it is all of it, and all processes must call.
     """
     owner = type(keeper).__name__
     states: dict[int, dict[str, Any]] = {}
@@ -122,7 +122,8 @@ def flashoptim_state_dict(keeper: Keeper) -> dict[str, Any]:
 
 
 def _write(keeper: Keeper, owner: str, number: int, group: Group, parameter: Tensor) -> dict[str, Any]:
-    state, storage = keeper.state[parameter], keeper.storage(group, parameter)
+    state = {key: whole(value) for key, value in keeper.state[parameter].items()}
+    storage = keeper.storage(group, parameter)
     written: dict[str, Any] = {}
     if "tail" in state:
         tail = state["tail"]

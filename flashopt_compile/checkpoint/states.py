@@ -14,6 +14,7 @@ from torch import Tensor
 from flashopt_compile.checkpoint import flashoptim, foreign, plain
 from flashopt_compile.checkpoint.values import Group, Keeper, State, Values, compress, described, is_tensor
 from flashopt_compile.options import STORAGE_OPTIONS, TORCH_OPTIONS, check_options
+from flashopt_compile.sharding import as_sharded, is_sharded, local, part_of
 from flashopt_compile.storage import Storage
 from quant.format import Part
 
@@ -45,7 +46,9 @@ def outgoing(keeper: Keeper, state_dict: dict[str, Any]) -> dict[str, Any]:
             groups[number] = plain.write_options(keeper, group)
             for key, parameter in zip(group["params"], own["params"], strict=True):
                 if key in states:
-                    states[key] = plain.write(states[key], keeper.torch_names, keeper.storage(own, parameter))
+                    state = {name: local(value) for name, value in states[key].items()}
+                    state = plain.write(state, keeper.torch_names, keeper.storage(own, parameter))
+                    states[key] = sharded_state(state, parameter)
     stamp = {
         "format": FORMAT,
         "optimizer": keeper.kind(),
@@ -156,29 +159,54 @@ def understood_options(owner: str, keeper: Keeper, group: Group, saved: Group) -
 def understood(
     owner: str, keeper: Keeper, name: str, state: State, options: Group, parameter: Tensor, dtype: str | None
 ) -> dict[str, Any]:
-    """One parameter's state in our keys, from whichever library it is."""
-    shape, storage = tuple(parameter.shape), keeper.storage(options, parameter)
-    parts = storage.parts(shape)
+    """One parameter's state in our keys, from whichever library it is: what this process is to have of it.
+
+    Of a sharded parameter the state may be sharded, or whole.
+    """
+    here, storage = tuple(local(parameter).shape), keeper.storage(options, parameter)
+    by_rows = any(map(is_sharded, state.values()))
+    shape = here if by_rows else tuple(parameter.shape)
+    if by_rows:
+        state = {key: rows_of(owner, name, key, value, parameter) for key, value in state.items()}
     if "tail" in state and dtype is not None and dtype != str(parameter.dtype).removeprefix("torch."):
         raise ValueError(
             f"{owner}: the state of parameter {name} has a tail of {dtype} weights; the parameter is {parameter.dtype}."
         )
-    if set(state) != {"step", *parts}:
+    values = None
+    if set(state) != {"step", *storage.parts(shape)}:
         try:
-            values = read(state, keeper.torch_names, storage, parameter)
-            if values is not None:
-                state = stored(storage, values, keeper.state.get(parameter, {}), parts)
+            values = read(state, keeper.torch_names, storage, shape)
         except ValueError as error:
             raise ValueError(f"{owner}: the state of parameter {name} {error}.") from None
-    check_state(owner, name, state, parts)
-    return dict(state)
+    if values is None:
+        check_state(owner, name, state, storage.parts(shape))
+        return {key: value if by_rows or key == "step" else part_of(value, parameter) for key, value in state.items()}
+    states, tail = values.states, values.tail
+    if not by_rows:
+        states = {letter: part_of(value, parameter) for letter, value in states.items()}
+        tail = tail if tail is None else part_of(tail, parameter)
+    held = {key: local(value) for key, value in keeper.state.get(parameter, {}).items()}
+    state = stored(storage, Values(values.step, states, tail), held, storage.parts(here))
+    check_state(owner, name, state, storage.parts(here))
+    return state
 
 
-def read(state: State, names: dict[str, str], storage: Storage, parameter: Tensor) -> Values | None:
+def rows_of(owner: str, name: str, key: str, value: Any, parameter: Tensor) -> Any:
+    """What belongs with this process's rows of a parameter, of a tensor in its state that may be sharded."""
+    if not isinstance(value, Tensor) or not value.dim():
+        return value
+    if not parameter.dim() or len(value) != len(parameter):
+        raise ValueError(
+            f"{owner}: {key} of parameter {name} is {described(value)}; expected are the rows of "
+            f"{tuple(parameter.shape)}."
+        )
+    return part_of(value, parameter)
+
+
+def read(state: State, names: dict[str, str], storage: Storage, shape: tuple[int, ...]) -> Values | None:
     """The values of a foreign state; None if no library is known that writes such keys."""
-    shape = tuple(parameter.shape)
     if flashoptim.matches(state):
-        return flashoptim.read(state, names, storage, parameter)
+        return flashoptim.read(state, names, storage, shape)
     if foreign.is_bitsandbytes(state):
         return foreign.read_bitsandbytes(state, names, storage, shape)
     if foreign.is_torchao(state):
@@ -220,7 +248,19 @@ def check_state(owner: str, name: str, state: State, parts: Mapping[str, Part]) 
             )
 
 
-def copied(state: State, device: torch.device) -> dict[str, Any]:
-    """`state` as the optimizer keeps it: own memory, on the parameter's device, the step a 0-dim fp32 CPU tensor."""
-    own = {key: value.detach().to(device, copy=True) for key, value in state.items() if key != "step"}
-    return {"step": torch.as_tensor(state["step"], dtype=torch.float32, device="cpu").clone(), **own}
+def copied(state: State, parameter: Tensor) -> dict[str, Any]:
+    """`state` as the optimizer keeps it: own memory, on the parameter's device and sharded as it is, the step a 0-dim
+    fp32 CPU tensor."""
+    device = local(parameter).device
+    step = torch.as_tensor(state["step"], dtype=torch.float32, device="cpu").clone()
+    own = {
+        key: value.detach().to(device, copy=True, memory_format=torch.contiguous_format)
+        for key, value in state.items()
+        if key != "step"
+    }
+    return sharded_state({"step": step, **own}, parameter)
+
+
+def sharded_state(state: State, parameter: Tensor) -> dict[str, Any]:
+    """A state, of what this process has of a parameter, sharded as the parameter is."""
+    return {key: value if key == "step" else as_sharded(value, parameter) for key, value in state.items()}

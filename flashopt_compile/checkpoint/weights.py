@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flashopt_compile.checkpoint.values import Group, Keeper, described, is_tensor
-from flashopt_compile.options import is_sharded
+from flashopt_compile.sharding import as_sharded, local, part_of, whole
 from quant.format import WeightFormat
 from quant.split import Split
 
@@ -38,17 +38,17 @@ def groups_of(keeper: Keeper) -> dict[int, Group]:
 
 
 @torch.no_grad()
-def get_fp32(keeper: Keeper, model: nn.Module) -> dict[str, Any]:
+def get_fp32(keeper: Keeper, model: nn.Module, sharded: bool) -> dict[str, Any]:
     """The model's state dict with fp32 weights; buffers keep their dtype. Tied keys share a tensor."""
     groups, exact = groups_of(keeper), {}
     exported: dict[str, Any] = {}
     for key, (_, value) in entries(model).items():
-        if not isinstance(value, nn.Parameter):
-            exported[key] = value.detach().clone() if isinstance(value, Tensor) else value
+        if not isinstance(value, Tensor):
+            exported[key] = value
             continue
-        refuse_sharded(keeper, key, value)
         if id(value) not in exact:
-            exact[id(value)] = weight_of(keeper, groups.get(id(value)), value)
+            own = weight_of(keeper, groups.get(id(value)), value) if isinstance(value, nn.Parameter) else value.clone()
+            exact[id(value)] = own if sharded else whole(own)
         exported[key] = exact[id(value)]
     return exported
 
@@ -57,9 +57,12 @@ def weight_of(keeper: Keeper, group: Group | None, parameter: Tensor) -> Tensor:
     """One parameter in fp32, with the tail if the optimizer has one; a copy. Integers stay integers."""
     state = {} if group is None else keeper.state.get(parameter, {})
     weight = None if group is None else keeper.storage(group, parameter).weight
+    head = local(parameter).detach()
     if isinstance(weight, Split) and "tail" in state:
-        return weight.decode(parameter.detach(), state["tail"])
-    return parameter.detach().to(torch.float32 if parameter.is_floating_point() else parameter.dtype, copy=True)
+        w = weight.decode(head, local(state["tail"]))
+    else:
+        w = head.to(torch.float32 if head.is_floating_point() else head.dtype, copy=True)
+    return as_sharded(w, parameter)
 
 
 @torch.no_grad()
@@ -80,7 +83,6 @@ def set_fp32(keeper: Keeper, model: nn.Module, state_dict: Mapping[str, Any], st
     check_tied(owner, own, given)
     for key, value in given.items():
         held = own[key][1]
-        refuse_sharded(keeper, key, held)
         if isinstance(held, Tensor) and not (is_tensor(value, tuple(held.shape)) and not value.is_complex()):
             raise ValueError(
                 f"{owner}: {key} is {described(value)}; expected is a tensor of shape {tuple(held.shape)}."
@@ -91,16 +93,19 @@ def set_fp32(keeper: Keeper, model: nn.Module, state_dict: Mapping[str, Any], st
     for key, value in given.items():
         actual, held = own[key]
         group = groups.get(id(held))
-        heads[actual] = value
+        if not isinstance(held, Tensor):
+            heads[actual] = value
+            continue
+        head = part_of(value, held)
         if group is not None:
-            head, *tail = encode(keeper.storage(group, held).weight, value.to(held.device, torch.float32))
-            heads[actual] = head
+            head, *tail = encode(keeper.storage(group, held).weight, head.to(local(held).device, torch.float32))
             tails += ((held, each) for each in tail)
+        heads[actual] = as_sharded(head.to(held.dtype), held)
     unwrapped(model).load_state_dict(heads, strict=False)
     for parameter, tail in tails:
         if not keeper.state.get(parameter):
             keeper.state[parameter] = keeper.new_state(groups[id(parameter)], parameter)
-        keeper.state[parameter]["tail"].copy_(tail)
+        local(keeper.state[parameter]["tail"]).copy_(tail)
 
 
 def encode(weight: WeightFormat, w: Tensor) -> tuple[Tensor, ...]:
@@ -133,13 +138,10 @@ def check_tied(owner: str, own: Mapping[str, tuple[str, Any]], given: Mapping[st
 
 
 def _same(one: Any, other: Any) -> bool:
-    return is_tensor(one) and is_tensor(other) and one.shape == other.shape and torch.equal(one, other.to(one))
-
-
-def refuse_sharded(keeper: Keeper, key: str, value: Any) -> None:
-    if is_sharded(value):
-        kind = type(value.data).__name__
-        raise ValueError(f"{type(keeper).__name__}: {key} is a {kind}; parameters in shards are not supported yet.")
+    if not (is_tensor(one) and is_tensor(other) and one.shape == other.shape):
+        return False
+    one, other = whole(one), whole(other)
+    return torch.equal(one, other.to(one))
 
 
 def parameter_keys(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:

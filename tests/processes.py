@@ -1,0 +1,327 @@
+"""Processes that train one sharded model, and what they try: the ground of the tests of sharding.
+
+python tests/processes.py FOLDER WORLD SCENARIO [ARGUMENT...]   runs a function of this file in WORLD processes; what is
+to outlive them goes to FOLDER
+"""
+
+# pyright: reportPrivateImportUsage=false
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as distributed
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as multiprocessing
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dsd
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from flashopt_compile import FlashAdamW, FlashSGD, flashoptim_state_dict, load, save
+
+SHAPES = {
+    "even": (40, 96),
+    "ragged": (37, 70),
+    "bias": (40,),
+    "tiny": (3,),
+    "one_row": (1, 2048),
+    "convolution": (12, 16, 3, 3),
+    "experts": (4, 6, 64),
+    "long_rows": (2, 66_000),
+    "large": (1100, 64),
+    "large_ragged": (310, 257),
+}
+
+
+class Net(nn.Module):
+    """Parameters of all shapes that are treated differently, bf16 but one."""
+
+    def __init__(self, seed: int = 0, shapes: Iterable[str] = SHAPES) -> None:
+        super().__init__()
+        random = torch.Generator().manual_seed(seed)
+        for name in shapes:
+            dtype = torch.float32 if name == "experts" else torch.bfloat16
+            setattr(self, name, nn.Parameter(torch.randn(SHAPES[name], generator=random).to(dtype)))
+        self.register_buffer("count", torch.full((3,), float(seed)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([(parameter.float() * x).sin().sum() for parameter in self.parameters()]).sum()
+
+
+def sharded(kind: str = "fsdp", seed: int = 0, shapes: Iterable[str] = SHAPES) -> Any:
+    """A `Net` on all processes: whole, or sharded in one of the ways of FSDP2 and tensor parallelism."""
+    model, world = Net(seed, shapes), distributed.get_world_size()
+    if kind == "fsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    elif kind == "hsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("copies", "shards")))
+    elif kind == "fsdp and rows":
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("data", "tensor"))
+        for name, parameter in list(model.named_parameters()):
+            setattr(model, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh["tensor"], [Shard(0)])))
+        fully_shard(model, mesh=mesh["data"])
+    return model
+
+
+def go_on(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> None:
+    """Numbered steps, each with the gradients its number stands for."""
+    for step in steps:
+        for number, parameter in enumerate(model.parameters()):
+            random = torch.Generator().manual_seed(step * 100 + number)
+            grad = torch.randn(parameter.shape, generator=random).to(parameter.dtype)
+            parameter.grad = like(grad, parameter)
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def like(value: Tensor, parameter: Any) -> Tensor:
+    """A whole tensor sharded as the parameter is, by the means of PyTorch."""
+    if not hasattr(parameter, "placements"):
+        return value
+    model, mesh = nn.Module(), parameter.device_mesh
+    model.weight = nn.Parameter(value)
+    if "tensor" in (mesh.mesh_dim_names or ()):
+        model.weight = nn.Parameter(distribute_tensor(value, mesh["tensor"], [Shard(0)]))
+        mesh = mesh["data"]
+    fully_shard(model, mesh=mesh)
+    return model.weight.detach()
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """All weights and states, whole, by name."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        for key, value in {"": parameter.detach(), **optimizer.state.get(parameter, {})}.items():
+            if hasattr(value, "full_tensor"):  # gloo takes no int16
+                value = value.to(torch.float32).full_tensor().to(value.dtype)
+            found[f"{name} {key}"] = value.clone()
+    return found
+
+
+def of_one_process(steps: int, kind: Any = FlashAdamW, **options: Any) -> dict[str, Tensor]:
+    model = Net()
+    optimizer = kind(model.parameters(), lr=1e-2, eager=True, **options)
+    go_on(model, optimizer, range(steps))
+    return everything(model, optimizer)
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    different = [key for key in found if not torch.equal(found[key], expected[key])]
+    assert not different, f"not the same: {different}"
+    assert all(found[key].dtype == expected[key].dtype for key in found)
+
+
+def steps_like_one_process(folder: Path, kind: str) -> None:
+    for optimizer_kind, options in ((FlashAdamW, {}), (FlashSGD, {"momentum": 0.9, "master_weight_bits": 32})):
+        model = sharded(kind)
+        optimizer: Any = optimizer_kind(model.parameters(), lr=1e-2, eager=True, **options)
+        go_on(model, optimizer, range(3))
+        assert_same(everything(model, optimizer), of_one_process(3, optimizer_kind, **options))
+        local = sum(parameter.to_local().nbytes for parameter in model.parameters())
+        assert optimizer.memory()["parts"]["weight"] == local
+        assert optimizer.health()[0].nonfinite == 0
+
+
+def compiled_steps_like_one_process(folder: Path) -> None:
+    model = sharded()
+    optimizer = FlashAdamW(model.parameters(), lr=1e-2)
+    optimizer.warmup(verbose=False)
+    go_on(model, optimizer, range(3))
+    assert_same(everything(model, optimizer), of_one_process(3))
+
+
+def a_callers_compiled_step(folder: Path) -> None:
+    names = ["even", "bias"]
+    model = sharded(shapes=names)
+    optimizer = FlashSGD(model.parameters(), lr=1e-2, momentum=0.9)
+    optimizer.step = torch.compile(optimizer.step, fullgraph=True)
+    go_on(model, optimizer, range(3))
+    single = Net(shapes=names)
+    reference = FlashSGD(single.parameters(), lr=1e-2, momentum=0.9, eager=True)
+    go_on(single, reference, range(3))
+    assert_same(everything(model, optimizer), everything(single, reference))
+
+
+def trains(folder: Path) -> None:
+    """By FSDP2's own forward and backward passes, with the same data everywhere."""
+    names = [name for name in SHAPES if name != "experts"]  # FSDP2 takes parameters of one dtype
+    model, single = sharded(shapes=names), Net(shapes=names)
+    optimizers = [FlashAdamW(each.parameters(), lr=1e-2, eager=True) for each in (model, single)]
+    for x in (0.5, -1.0, 2.0):
+        for each, optimizer in zip((model, single), optimizers, strict=True):
+            each(torch.tensor(x)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(everything(model, optimizers[0]), everything(single, optimizers[1]))
+
+
+def write_checkpoints(folder: Path, kind: str) -> None:
+    """With torch.distributed.checkpoint, compressed or not, and as a file of ours."""
+    model = sharded(kind)
+    optimizer = FlashAdamW(model.parameters(), lr=1e-2, eager=True)
+    go_on(model, optimizer, range(3))
+    save(folder / "whole.ckpt", model, optimizer, step=3)
+    for name, compress in (("compressed", True), ("plain", False)):
+        optimizer.param_groups[0]["compress_state_dict"] = compress
+        dcp.save(content_of(model, optimizer), checkpoint_id=str(folder / name))
+    dcp.save(optimizer.get_fp32_model_state_dict(model, sharded=True), checkpoint_id=str(folder / "fp32"))
+
+
+def content_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": dsd.get_model_state_dict(model), "optimizer": dsd.get_optimizer_state_dict(model, optimizer)}
+
+
+def read_checkpoints(folder: Path, kind: str) -> None:
+    """Those that `write_checkpoints` wrote, by however many processes."""
+    expected, later = of_one_process(3), of_one_process(5)
+    for name in ("compressed", "whole.ckpt"):
+        model = sharded(kind, seed=1)
+        optimizer = FlashAdamW(model.parameters(), lr=0.5, eager=True)
+        if name == "whole.ckpt":
+            assert load(folder / name, model, optimizer) == {"step": 3}
+            assert torch.equal(model.get_buffer("count"), torch.zeros(3))
+        else:
+            content = content_of(model, optimizer)
+            dcp.load(content, checkpoint_id=str(folder / name))
+            dsd.set_model_state_dict(model, content["model"])
+            dsd.set_optimizer_state_dict(model, optimizer, content["optimizer"])
+        assert optimizer.param_groups[0]["lr"] == 1e-2
+        assert_same(everything(model, optimizer), expected)
+        go_on(model, optimizer, range(3, 5))
+        assert_same(everything(model, optimizer), later)
+    read_plain(folder, kind, expected)
+    read_fp32(folder, kind)
+
+
+def read_plain(folder: Path, kind: str, expected: dict[str, Tensor]) -> None:
+    """States in fp32 under the names of torch.optim, which come back to the formats' bounds."""
+    model = sharded(kind)
+    optimizer = FlashAdamW(model.parameters(), compress_state_dict=False, eager=True)
+    content = {"optimizer": dsd.get_optimizer_state_dict(model, optimizer)}
+    dcp.load(content, checkpoint_id=str(folder / "plain"))
+    dsd.set_optimizer_state_dict(model, optimizer, content["optimizer"])
+    theirs = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    theirs.load_state_dict(optimizer.state_dict())
+    for name, value in everything(model, optimizer).items():
+        if "codes" in name:
+            assert (value.int() - expected[name].int()).abs().max() <= 1, name
+        elif name.split()[-1] in ("m", "v", "tail", "step"):
+            assert torch.equal(value, expected[name]), name
+    go_on(model, theirs, range(3, 4))
+    assert all(bool(value.isfinite().all()) for value in everything(model, theirs).values())
+
+
+def read_fp32(folder: Path, kind: str) -> None:
+    """Weights alone, as DTensors and whole."""
+    single = Net()
+    reference = FlashAdamW(single.parameters(), lr=1e-2, eager=True)
+    go_on(single, reference, range(3))
+    expected = reference.get_fp32_model_state_dict(single)
+    for whole in (False, True):
+        model = sharded(kind, seed=1)
+        optimizer = FlashAdamW(model.parameters(), eager=True)
+        content = optimizer.get_fp32_model_state_dict(model, sharded=True)
+        dcp.load(content, checkpoint_id=str(folder / "fp32"))
+        if whole:
+            content = {
+                key: each.full_tensor() if hasattr(each, "full_tensor") else each for key, each in content.items()
+            }
+        optimizer.set_fp32_model_state_dict(model, content)
+        exported = optimizer.get_fp32_model_state_dict(model)
+        assert all(type(value) is Tensor for value in exported.values())
+        assert_same(exported, expected)
+
+
+def whole_states(folder: Path) -> None:
+    """A state dict of one process, ours or of another library, into shards, and shards into one of FlashOptim's."""
+    single = Net()
+    reference = FlashAdamW(single.parameters(), lr=1e-2, eager=True)
+    go_on(single, reference, range(3))
+    reference.param_groups[0]["compress_state_dict"] = False
+    plain = reference.state_dict()
+    reference.param_groups[0]["compress_state_dict"] = True
+    for state_dict in (reference.state_dict(), plain, flashoptim_state_dict(reference)):
+        model, whole = sharded(), Net()
+        optimizer, expected = (FlashAdamW(each.parameters(), eager=True) for each in (model, whole))
+        optimizer.load_state_dict(state_dict)
+        expected.load_state_dict(state_dict)
+        found = everything(model, optimizer)
+        assert_same(found, everything(whole, expected))
+    theirs, ours = flashoptim_state_dict(expected), flashoptim_state_dict(optimizer)
+    for number, state in theirs["state"].items():
+        assert all(torch.equal(ours["state"][number][key], value) for key, value in state.items())
+    full = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    content = dsd.get_optimizer_state_dict(model, optimizer, options=dsd.StateDictOptions(full_state_dict=True))
+    other = FlashAdamW((again := sharded()).parameters(), eager=True)
+    dsd.set_optimizer_state_dict(again, other, content, options=full)
+    assert_same(everything(again, other), everything(model, optimizer))
+
+
+def mistakes(folder: Path) -> None:
+    """Each is one sentence, on every process, and changes nothing."""
+    model = sharded()
+    optimizer = FlashAdamW(model.parameters(), lr=1e-2, eager=True, skip_nonfinite=True)
+    go_on(model, optimizer, range(2))
+    before = everything(model, optimizer)
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    columns = distribute_tensor(torch.zeros(8, 64), mesh, [Shard(1)])
+    sentence(lambda: FlashAdamW([nn.Parameter(columns)]), "is sharded as (Shard(dim=1),); allowed are rows (dim 0)")
+    save(folder / "good.ckpt", model, optimizer)
+    sentence(lambda: save(folder / "missing" / "a.ckpt", model, optimizer), "missing")
+    sentence(lambda: save(folder / "a.ckpt", model, torch.optim.SGD(model.parameters())), "optimizer is a SGD")
+    damaged = bytearray((folder / "good.ckpt").read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    path = folder / f"damaged{distributed.get_rank()}.ckpt"
+    path.write_bytes(damaged)
+    sentence(lambda: load(path, model, optimizer), "is damaged")
+    wrong = optimizer.state_dict()
+    wrong["state"] = {**wrong["state"], 0: {**wrong["state"][0], "tail": wrong["state"][1]["tail"]}}
+    sentence(lambda: optimizer.load_state_dict(wrong), "tail of parameter 0 is torch.int8 of shape (37, 70); expected")
+    sentence(lambda: optimizer.set_fp32_model_state_dict(model, {}), "lacks")
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    if distributed.get_rank() == 0:  # one process has an Inf, and none takes the step
+        next(model.parameters()).grad.to_local()[0, 0] = torch.inf
+    optimizer.step()
+    assert_same(everything(model, optimizer), before)
+
+
+def sentence(action: Any, expected: str) -> None:
+    try:
+        action()
+    except Exception as error:
+        assert expected in str(error) and "\n" not in str(error).strip(), error
+    else:
+        raise AssertionError(f"nothing was raised: {expected}")
+
+
+def run(folder: Path, world: int, scenario: str, *arguments: str) -> None:
+    """In new processes, which must all succeed."""
+    command = [sys.executable, __file__, str(folder), str(world), scenario, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
+def work(rank: int, folder: str, world: int, scenario: str, arguments: list[str], store: str) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world)
+    globals()[scenario](Path(folder), *arguments)
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+def main(folder: str, world: str, scenario: str, *arguments: str) -> None:
+    with tempfile.TemporaryDirectory() as empty:
+        common = (folder, int(world), scenario, list(arguments), f"{empty}/store")
+        multiprocessing.spawn(work, common, nprocs=int(world))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

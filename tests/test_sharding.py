@@ -1,0 +1,81 @@
+"""Sharded models, in several processes: the bits of one process, and checkpoints for any number of them."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import Net, go_on, run
+
+from flashopt_compile import FlashAdamW, save, sharding
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("world, kind", [(2, "fsdp"), (3, "fsdp"), (4, "hsdp"), (4, "fsdp and rows")])
+def test_shards_step_to_the_bits_of_one_process(world: int, kind: str, tmp_path: Path):
+    run(tmp_path, world, "steps_like_one_process", kind)
+
+
+@pytest.mark.parametrize("scenario", ["compiled_steps_like_one_process", "a_callers_compiled_step"])
+def test_compiled_shards_step_to_the_bits_of_one_process(scenario: str, tmp_path: Path):
+    run(tmp_path, 2, scenario)
+
+
+def test_fsdp_trains_to_the_bits_of_one_process(tmp_path: Path):
+    run(tmp_path, 2, "trains")
+
+
+def test_checkpoints_are_read_by_any_number_of_processes(tmp_path: Path):
+    run(tmp_path, 2, "write_checkpoints", "fsdp")
+    assert checksums(tmp_path / "whole.ckpt") == checksums_of_one_process(tmp_path)
+    for world, kind in ((1, "whole"), (3, "fsdp"), (4, "hsdp")):
+        run(tmp_path, world, "read_checkpoints", kind)
+
+
+def test_checkpoints_of_uneven_shards_are_read(tmp_path: Path):
+    run(tmp_path, 4, "write_checkpoints", "fsdp and rows")
+    run(tmp_path, 2, "read_checkpoints", "fsdp")
+
+
+def checksums_of_one_process(folder: Path) -> dict[str, int]:
+    model = Net()
+    optimizer = FlashAdamW(model.parameters(), lr=1e-2, eager=True)
+    go_on(model, optimizer, range(3))
+    save(folder / "single.ckpt", model, optimizer, step=3)
+    return checksums(folder / "single.ckpt")
+
+
+def checksums(path: Path) -> dict[str, int]:
+    return torch.load(path, weights_only=True)["checksums"]
+
+
+def test_whole_states_of_any_library_are_cut_into_shards(tmp_path: Path):
+    run(tmp_path, 2, "whole_states")
+
+
+def test_mistakes_are_sentences_on_every_process_and_change_nothing(tmp_path: Path):
+    run(tmp_path, 2, "mistakes")
+
+
+def test_the_example_continues_on_another_number_of_processes(tmp_path: Path):
+    for world, expected in ((2, "step 30"), (3, "resumed at step 30 of 2 processes")):
+        command = [*("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world))]
+        command += [str(ROOT / "examples/fsdp2.py"), str(tmp_path / "run")]
+        done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr[-4000:]
+        assert expected in done.stdout
+
+
+@pytest.mark.parametrize("value", [torch.zeros(2), torch.nn.Parameter(torch.zeros(2)), None, 1.0])
+def test_what_is_not_sharded_is_its_own_part(value: Any):
+    assert not sharding.is_sharded(value)
+    assert sharding.local(value) is value
+    assert sharding.whole(value) is value
+
+
+def test_training_without_shards_does_not_import_what_shards_need():
+    code = "import sys, flashopt_compile; assert 'torch.distributed.tensor' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
