@@ -82,13 +82,16 @@ def as_sharded(part: Tensor, parameter: Any) -> Tensor:
     if not is_sharded(parameter):
         return part
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    shape = torch.Size((*parameter.shape[:1], *part.shape[1:]))
+    mesh, shape = parameter.device_mesh, torch.Size((*parameter.shape[:1], *part.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
+    if part.device.type != mesh.device_type:
+        # FSDP2 offloads parameters to the CPU so; `from_local` would move the part to where the mesh is.
+        spec = DTensorSpec(mesh, placements(parameter), tensor_meta=TensorMeta(shape, stride, part.dtype))
+        return DTensor(part, spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
     # Without shape and stride it would take all processes to have as many rows.
-    return DTensor.from_local(
-        part, parameter.device_mesh, placements(parameter), run_check=False, shape=shape, stride=stride
-    )
+    return DTensor.from_local(part, mesh, placements(parameter), run_check=False, shape=shape, stride=stride)
 
 
 def any_process(flag: bool, parameters: Iterable[Any]) -> bool:

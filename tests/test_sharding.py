@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 from processes import Net, go_on, run
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from flashopt_compile import FlashAdamW, save, sharding
 
@@ -74,6 +77,21 @@ def test_what_is_not_sharded_is_its_own_part(value: Any):
     assert not sharding.is_sharded(value)
     assert sharding.local(value) is value
     assert sharding.whole(value) is value
+
+
+def test_states_stay_where_the_parameter_is_offloaded_to(monkeypatch: pytest.MonkeyPatch):
+    """A part on the CPU, of a mesh of another device: there is none here but "meta"."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
+    try:
+        parameter = distribute_tensor(torch.zeros(6, 4), init_device_mesh("cpu", (1,)), [Shard(0)])
+        monkeypatch.setattr(parameter.device_mesh, "_device_type", "meta")
+        sharded = sharding.as_sharded(torch.ones(6, 3, dtype=torch.int8), parameter)
+        assert sharding.is_sharded(sharded)
+        assert sharded.shape == (6, 3) and sharded.dtype == torch.int8
+        assert sharding.placements(sharded) == sharding.placements(parameter)
+        assert sharding.local(sharded).tolist() == [[1, 1, 1]] * 6
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_training_without_shards_does_not_import_what_shards_need():
