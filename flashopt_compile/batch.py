@@ -155,6 +155,8 @@ class Batch:
             self._wait(waiting, piece, grad)
         elif not (piece.stored[0].is_contiguous() and grad.is_contiguous()):
             self._wait_in_slabs(waiting, piece, grad)
+        elif piece.row_starts is not None and (piece.padding or not works_in_cache(grad.device)):
+            self._wait_in_slabs(waiting, piece, grad)
         elif not works_in_cache(grad.device):
             self._step_whole(waiting, piece, grad)
         elif not piece.padding:
@@ -192,11 +194,11 @@ class Batch:
         lanes, rows = lane_phases(size, grad.device), row_phases(length, size, size, grad.device)
         grads = grad.view(-1, size).split(length)
         for number, (grad, (head, *rest)) in enumerate(zip(grads, piece.chunks(length), strict=True)):
-            start = piece.start + number * length * size
+            first = number * length
             if len(head) == 1:  # Dynamo tells sizes of 1 apart
-                self._wait(waiting, Piece([head, *rest], piece.scales, start, size, size), grad)
+                self._wait(waiting, Piece([head, *rest], piece.scales, piece.position(first), size, size), grad)
             else:
-                place = Place(phase_of(start), (rows[: len(head)], lanes))
+                place = piece.place(first, rows[: len(head)], lanes)
                 self._run(waiting.step, [head, grad, *rest], waiting.t, place, waiting.hyper)
 
     def _step_together(self, waiting: Waiting) -> None:

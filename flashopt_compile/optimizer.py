@@ -19,6 +19,7 @@ from flashopt_compile.options import (
     check_gradient,
     check_options,
     check_parameter,
+    check_shards,
     check_torch_options,
 )
 from flashopt_compile.pieces import Piece
@@ -111,8 +112,9 @@ class FlashOptimizer(torch.optim.Optimizer):
             raise TypeError(f"{owner}: params is a set, whose order differs from run to run; allowed is a list.")
         params = [params] if isinstance(params, Tensor) else list(params)
         options = check_torch_options(owner, param_group)
-        check_options(owner, {**self.defaults, **options}, self.hyper)
-        if self.decays_by_penalty and {**self.defaults, **options}["decouple_lr"]:
+        group = {**self.defaults, **options}
+        check_options(owner, group, self.hyper)
+        if self.decays_by_penalty and group["decouple_lr"]:
             raise ValueError(
                 f"{owner}: decouple_lr is True; allowed is False, as its weight decay is a penalty on the gradient."
             )
@@ -120,6 +122,7 @@ class FlashOptimizer(torch.optim.Optimizer):
         for position, entry in enumerate(params):
             name, parameter = entry if isinstance(entry, tuple) else (f"{len(self.param_groups)}.{position}", entry)
             check_parameter(owner, name, parameter)
+            check_shards(owner, name, parameter, self.storage(group, parameter))
             if id(parameter) in seen:
                 raise ValueError(f"{owner}: parameter {name} of shape {tuple(parameter.shape)} is given twice.")
             seen.add(id(parameter))
@@ -179,7 +182,8 @@ class FlashOptimizer(torch.optim.Optimizer):
             state["step"] += 1
             step = Step(self.rule_of(group), storage, group["rounding"], group["maximize"])
             tensors = self._tensors(storage, parameter, gradient(parameter), state)
-            trace(step, tensors, sharding.start(parameter), state["step"], numbers[id(group)])
+            places = sharding.start(parameter), sharding.positions(parameter, parameter.dim())
+            trace(step, tensors, *places, state["step"], numbers[id(group)])
 
     def _entry(self, group: Group, name: str, parameter: Tensor, state: dict[str, Any]) -> Entry:
         """How a parameter is stepped, worked out anew when anything it depends on is another than last time."""
@@ -197,8 +201,8 @@ class FlashOptimizer(torch.optim.Optimizer):
             self._check_keys(group, name, parameter, state)
             step = self._step_of(group, parameter)
             stored = head, *(sharding.local(state[key]) for key in step.storage.parts(tuple(head.shape)))
-            entry = Entry(values, tuple(state.values()), step, Piece.of(step, stored, sharding.start(parameter)))
-            self._entries[parameter] = entry
+            piece = Piece.of(step, stored, sharding.start(parameter), sharding.row_starts(parameter, step.storage))
+            entry = self._entries[parameter] = Entry(values, tuple(state.values()), step, piece)
             self._packs.clear()
         return entry
 
@@ -262,11 +266,12 @@ class FlashOptimizer(torch.optim.Optimizer):
 
     def new_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
         """A parameter's state before its first step."""
-        own = sharding.local(parameter)
-        parts = self.storage(group, parameter).parts(tuple(own.shape))
-        zeros = {key: torch.zeros(part.shape, dtype=part.dtype, device=own.device) for key, part in parts.items()}
-        sharded = {key: sharding.as_sharded(value, parameter) for key, value in zeros.items()}
-        return {"step": torch.zeros((), dtype=torch.float32), **sharded}
+        device, state = sharding.local(parameter).device, {"step": torch.zeros((), dtype=torch.float32)}
+        for key, part in self.storage(group, parameter).parts(tuple(parameter.shape)).items():
+            shape, _ = sharding.box(part.shape, parameter)
+            zeros = torch.zeros(shape, dtype=part.dtype, device=device)
+            state[key] = sharding.as_sharded(zeros, parameter, part.shape)
+        return state
 
     def _tensors(self, storage: Storage, parameter: Tensor, grad: Tensor, state: dict[str, Any]) -> list[Tensor]:
         """Head, gradient and the rest in the storage's order, apart from autograd, which minds views of a leaf."""
@@ -340,6 +345,6 @@ class FlashOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         for parameter, value in state["state"].items():
             if isinstance(value, states.Opaque):
-                state["state"][parameter] = states.copied(value.state, parameter)
+                state["state"][parameter] = value.state
         super().__setstate__(state)
         self._entries, self._known_numbers, self._packs = {}, {}, {}

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashopt_compile.sharding import is_sharded, is_supported, placements
-from flashopt_compile.storage import PARAMETER_DTYPES, TAILS
+from flashopt_compile.sharding import is_sharded, placements, why_not
+from flashopt_compile.storage import PARAMETER_DTYPES, TAILS, Storage
 
 # How weights and states are kept and stepped, whatever the rule; each may be set per parameter group.
 STORAGE_OPTIONS: dict[str, Any] = {
@@ -108,14 +108,19 @@ def check_parameter(owner: str, name: str, parameter: Any) -> None:
     """Raise TypeError or ValueError if `parameter` is not one we can store."""
     if not isinstance(parameter, Tensor):
         raise TypeError(f"{owner}: parameter {name} is a {type(parameter).__name__}; allowed are tensors.")
-    if is_sharded(parameter) and not is_supported(parameter):
-        how = one_line(placements(parameter))
-        raise TypeError(f"{owner}: parameter {name} is sharded as {how}; allowed are rows (dim 0) and replicas.")
     if parameter.layout != torch.strided:
         raise TypeError(f"{owner}: parameter {name} has layout {parameter.layout}; allowed is torch.strided.")
     if parameter.dtype not in PARAMETER_DTYPES:
         allowed = ", ".join(str(dtype) for dtype in PARAMETER_DTYPES)
         raise TypeError(f"{owner}: parameter {name} has dtype {parameter.dtype}; allowed are {allowed}.")
+
+
+def check_shards(owner: str, name: str, parameter: Tensor, storage: Storage) -> None:
+    """Raise TypeError if `parameter` is sharded so that groups are cut."""
+    reason = why_not(parameter, storage)
+    if reason is not None:
+        how = one_line(placements(parameter))
+        raise TypeError(f"{owner}: parameter {name} of shape {tuple(parameter.shape)} is sharded as {how}; {reason}.")
 
 
 def check_gradient(owner: str, name: str, parameter: Tensor) -> None:

@@ -7,7 +7,7 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
-from flashopt_compile.step import Step
+from flashopt_compile.step import Place, Step
 from flashopt_compile.storage import FLAT_COLUMNS
 from quant.dither import phase_of, phases_of
 
@@ -16,8 +16,8 @@ from quant.dither import phase_of, phases_of
 class Piece:
     """A parameter or part of one, without its gradient: the head, then the rest of what is stored.
 
-    Its elements are rows of `columns` from position `start` of the parameter on; a block has them in rows of
-    `group_size`.
+    Its elements are rows of `columns` from position `start` of the parameter on, or from each of `row_starts`; a block
+    has them in rows of `group_size`.
     """
 
     stored: Sequence[Tensor]
@@ -27,16 +27,19 @@ class Piece:
     group_size: int
     is_whole: bool = False  # so that `stored` are the tensors of the optimizer's state themselves
     home: object = None  # whose memory all but the head lies in
+    row_starts: Tensor | None = None
     _chunks: list[list[Tensor]] | None = field(default=None, init=False, repr=False)
 
     @classmethod
-    def of(cls, step: Step, stored: Sequence[Tensor], start: int = 0) -> "Piece":
-        """A whole parameter, or the rows of one from `start` on that a process has."""
+    def of(cls, step: Step, stored: Sequence[Tensor], start: int = 0, row_starts: Tensor | None = None) -> "Piece":
+        """A whole parameter, or what a process has of one."""
         head, grouped = stored[0], step.storage.grouped
-        if grouped is None:
-            return cls(stored, step.storage.scales, start, head.numel(), FLAT_COLUMNS, is_whole=True)
-        columns = grouped.rows(tuple(head.shape)).columns
-        return cls(stored, step.storage.scales, start, columns, grouped.group_size, is_whole=True)
+        size = FLAT_COLUMNS if grouped is None else grouped.group_size
+        if row_starts is not None:
+            columns = head.numel() // max(1, len(row_starts))
+        else:
+            columns = head.numel() if grouped is None else grouped.rows(tuple(head.shape)).columns
+        return cls(stored, step.storage.scales, start, columns, size, is_whole=True, row_starts=row_starts)
 
     @cached_property
     def elements(self) -> int:
@@ -77,7 +80,10 @@ class Piece:
         for first in range(0, len(head), length):
             slab = slice(first, first + length)
             stored = [tensor[slab] for tensor in self.stored]
-            yield slab, replace(self, stored=stored, start=self.start + first * each, is_whole=False)
+            starts = self.row_starts
+            if starts is not None:
+                starts = starts.view(len(head), -1)[slab].flatten()
+            yield slab, replace(self, stored=stored, start=self.start + first * each, is_whole=False, row_starts=starts)
 
     def ends(self) -> Iterator[tuple[slice, "Piece"]]:
         """Each row of a contiguous piece in two, its whole groups and the short one at its end; and where they lie."""
@@ -92,8 +98,27 @@ class Piece:
                 start = self.start + place.start
                 yield place, replace(self, stored=stored, start=start, columns=end - begin, is_whole=False)
 
+    def starts(self, first: int, last: int) -> Tensor:
+        """The positions of the first elements of some of the block's rows, of a piece that has `row_starts`."""
+        assert self.row_starts is not None
+        rows = torch.arange(first, last, device=self.row_starts.device)
+        each = (self.columns + self.padding) // self.group_size
+        return (self.row_starts[rows // each] + rows % each * self.group_size).unsqueeze(-1)
+
+    def position(self, row: int) -> int:
+        """Of the first element of one of the block's rows, of a piece without padding."""
+        return self.start + row * self.group_size if self.row_starts is None else int(self.starts(row, row + 1))
+
+    def place(self, first: int, rows: Tensor, lanes: Tensor) -> Place:
+        """Of the block's rows from `first` on, as many as `rows` has phases of rows that follow each other."""
+        if self.row_starts is None:
+            return Place(phase_of(self.position(first)), (rows, lanes))
+        return Place(phase_of(0), (phases_of(self.starts(first, first + len(rows))), lanes))
+
     def phases(self) -> Tensor:
         """Of the first elements of the block's rows."""
+        if self.row_starts is not None:
+            return phases_of(self.starts(0, self.rows))
         rows = row_phases(self.elements // self.columns, self.columns, self.group_size, self.stored[0].device)
         return rows + phase_of(self.start).to(rows.device) if self.start else rows
 

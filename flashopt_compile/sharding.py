@@ -1,7 +1,7 @@
-"""Parameters of which each process holds some rows, as FSDP2 makes them: to the part at hand, and back.
+"""Parameters of which each process holds a part, as FSDP2 and tensor parallelism make them: to that part, and back.
 
-The only module that knows of DTensors. Groups never cross a row, so the rows of a process are stepped like a tensor of
-their own; only their dither is drawn for the positions that they have in the whole.
+The only module that knows of DTensors. As long as no group is cut, the part of a process is stepped like a tensor of
+its own; only its dither is drawn for the positions that its elements have in the whole.
 """
 
 import math
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from flashopt_compile.storage import Storage
 
 
 def is_sharded(value: Any) -> bool:
@@ -25,34 +27,78 @@ def placements(parameter: Any) -> tuple[Any, ...]:
     return parameter.placements
 
 
-def is_supported(parameter: Any) -> bool:
-    """Whether what each process has of a sharded parameter are rows of it that follow each other, or all of it."""
-    shards = [placement for placement in placements(parameter) if not placement.is_replicate()]
-    return all(getattr(placement, "dim", None) == 0 for placement in shards)
-
-
 def local(tensor: Any) -> Tensor:
     """What this process has of a tensor, in the same memory; all of it unless it is sharded."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def first_row(parameter: Any) -> int:
-    """The number, in the whole parameter, of the first row that this process has."""
-    if not is_sharded(parameter) or not parameter.dim():
-        return 0
+def box(shape: tuple[int, ...], parameter: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and offsets of what this process has of a tensor of `shape` that is sharded as `parameter` is."""
+    if not is_sharded(parameter):
+        return shape, (0,) * len(shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    mesh = parameter.device_mesh
-    return compute_local_shape_and_global_offset(parameter.shape, mesh, placements(parameter))[1][0]
+    return compute_local_shape_and_global_offset(shape, parameter.device_mesh, placements(parameter))
 
 
-def start(parameter: Tensor) -> int:
+def start(parameter: Any) -> int:
     """The position, in the whole parameter, of the first element that this process has."""
-    return first_row(parameter) * math.prod(parameter.shape[1:])
+    _, offsets = box(tuple(parameter.shape), parameter)
+    return sum(offset * stride for offset, stride in zip(offsets, strides(parameter.shape), strict=True))
+
+
+def positions(parameter: Any, dims: int) -> Tensor | None:
+    """Where, in the whole parameter, lies what this process has at each index of the first `dims` dims.
+
+    None if all that it has follows each other.
+    """
+    shape = tuple(parameter.shape)
+    own = local(parameter)
+    if tuple(own.shape[1:]) == shape[1:]:
+        return None
+    places = torch.full((), start(parameter), dtype=torch.int64, device=own.device)
+    for size, stride in zip(own.shape[:dims], strides(shape), strict=False):
+        places = places.unsqueeze(-1) + torch.arange(size, device=own.device) * stride
+    return places
+
+
+def row_starts(parameter: Any, storage: Storage) -> Tensor | None:
+    """`positions` of rows: of what groups run along or, where there are none, of what lies together."""
+    shape, own = parameter.shape, local(parameter).shape
+    if storage.grouped is not None:
+        dims = storage.grouped.rows(tuple(shape)).start
+    else:
+        dims = max((dim for dim in range(len(shape)) if own[dim] != shape[dim]), default=0)
+    starts = positions(parameter, dims)
+    return None if starts is None else starts.flatten()
+
+
+def why_not(parameter: Any, storage: Storage) -> str | None:
+    """The end of a sentence on what is wrong with how a parameter is cut; None if groups stay whole."""
+    if not is_sharded(parameter):
+        return None
+    if any(placement.is_partial() for placement in placements(parameter)):
+        return "allowed are shards and replicas"
+    grouped, shape = storage.grouped, tuple(parameter.shape)
+    if grouped is None:
+        return None
+    rows = grouped.rows(shape)
+    own, offsets = box(shape, parameter)
+    scales, scale_offsets = box(rows.scales_shape, parameter)
+    begin = offsets[rows.start] * math.prod(shape[rows.start + 1 :])
+    is_last = offsets[rows.start] + own[rows.start] == shape[rows.start]
+    local_rows = grouped.rows(own)
+    whole_groups = begin % grouped.group_size == 0 and (is_last or local_rows.columns % grouped.group_size == 0)
+    fits = (
+        whole_groups and begin // grouped.group_size == scale_offsets[-1] and local_rows.scales_shape == tuple(scales)
+    )
+    if fits and own[rows.start + 1 :] == shape[rows.start + 1 :]:
+        return None
+    return f"that cuts groups of {grouped.group_size} along its rows; cut it along dim 0, or set quantize=False for it"
 
 
 def part_of(value: Any, parameter: Any) -> Tensor:
-    """What belongs with this process's rows of `parameter` of a value with as many rows as the whole.
+    """What belongs with this process's part of `parameter` of a value that is to be sharded as it is.
 
     The value may be whole or in shards of any kind; where those differ from the parameter's, all processes must call.
     """
@@ -62,8 +108,8 @@ def part_of(value: Any, parameter: Any) -> Tensor:
         same = placements(value) == placements(parameter)
         return local(value if same else value.redistribute(placements=placements(parameter)))
     value = whole(value)
-    first = first_row(parameter)
-    return value[first : first + len(local(parameter))] if value.dim() else value
+    sizes, offsets = box(tuple(value.shape), parameter)
+    return value[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))]
 
 
 def whole(tensor: Any) -> Tensor:
@@ -73,25 +119,30 @@ def whole(tensor: Any) -> Tensor:
     if tensor.dtype != torch.int16:
         return tensor.full_tensor()
     # Neither gloo nor NCCL takes int16; bytes they do.
-    pairs = as_sharded(local(tensor).unsqueeze(-1).view(torch.uint8), tensor)
+    pairs = as_sharded(local(tensor).unsqueeze(-1).view(torch.uint8), tensor, (*tensor.shape, 2))
     return whole(pairs).view(torch.int16).squeeze(-1)
 
 
-def as_sharded(part: Tensor, parameter: Any) -> Tensor:
-    """The tensor with the rows of `parameter`, sharded as it is, of which this process has `part`."""
+def as_sharded(part: Tensor, parameter: Any, shape: tuple[int, ...] | None = None) -> Tensor:
+    """The tensor of `shape`, or of the parameter's, sharded as `parameter` is, of which this process has `part`."""
     if not is_sharded(parameter):
         return part
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    mesh, shape = parameter.device_mesh, torch.Size((*parameter.shape[:1], *part.shape[1:]))
-    stride = torch.empty(shape, device="meta").stride()
+    mesh, shape = parameter.device_mesh, torch.Size(parameter.shape if shape is None else shape)
+    stride = strides(shape)
     if part.device.type != mesh.device_type:
         # FSDP2 offloads parameters to the CPU so; `from_local` would move the part to where the mesh is.
         spec = DTensorSpec(mesh, placements(parameter), tensor_meta=TensorMeta(shape, stride, part.dtype))
         return DTensor(part, spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
     # Without shape and stride it would take all processes to have as many rows.
     return DTensor.from_local(part, mesh, placements(parameter), run_check=False, shape=shape, stride=stride)
+
+
+def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def any_process(flag: bool, parameters: Iterable[Any]) -> bool:

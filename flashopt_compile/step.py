@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashopt_compile.rule import Moved, Rule
 from flashopt_compile.storage import Storage
-from quant.dither import block_phases, mix_phases, noise, phase_of
+from quant.dither import block_phases, mix_phases, noise, phase_of, phases_of
 from quant.grouped import Grouped
 
 Numbers = dict[str, Any]
@@ -107,10 +107,22 @@ def _one_of_a_kind(rule: Rule, storage: Storage, rounding: str, maximize: bool) 
     return Step(rule, storage, rounding, maximize)
 
 
-def trace(step: Step, tensors: Sequence[Tensor], start: int, t: Tensor, hyper: Numbers) -> None:
-    """Step a parameter (head, gradient, then the rest), or rows of it, inside a graph that a caller is compiling."""
+def trace(
+    step: Step, tensors: Sequence[Tensor], start: int, positions: Tensor | None, t: Tensor, hyper: Numbers
+) -> None:
+    """Step a parameter (head, gradient, then the rest), or part of it, inside a graph that a caller is compiling.
+
+    Its elements follow each other in the whole parameter from `start` on, or lie at `positions`.
+    """
     copies = [tensor.contiguous() for tensor in tensors]
-    for offset, block in step.storage.blocks(tuple(copies[0].shape), copies):
-        step(block, t, Place.at(start + offset), hyper)
+    shape = tuple(copies[0].shape)
+    places = [Place.at(start + offset) for offset, _ in step.storage.blocks(shape, copies)]
+    if positions is not None:
+        # As if they were the gradient, which is cut into blocks like any number of an element.
+        phases = [copies[0], phases_of(positions), *copies[2:]]
+        none = torch.zeros((), dtype=torch.int32, device=positions.device)
+        places = [Place(none, (block[1], none)) for _, block in step.storage.blocks(shape, phases)]
+    for place, (_, block) in zip(places, step.storage.blocks(shape, copies), strict=True):
+        step(block, t, place, hyper)
     if copies[0] is not tensors[0]:
         tensors[0].copy_(copies[0])

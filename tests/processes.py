@@ -1,7 +1,7 @@
 """Processes that train one sharded model, and what they try: the ground of the tests of sharding.
 
-python tests/processes.py FOLDER WORLD SCENARIO [ARGUMENT...]   runs a function of this file in WORLD processes; what is
-to outlive them goes to FOLDER
+python tests/processes.py FOLDER WORLD SCENARIO[:KIND]...   runs functions of this file in WORLD processes; what is to
+outlive them goes to FOLDER
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -30,6 +30,7 @@ SHAPES = {
     "ragged": (37, 70),
     "bias": (40,),
     "tiny": (3,),
+    "small": (6, 10),
     "one_row": (1, 2048),
     "convolution": (12, 16, 3, 3),
     "experts": (4, 6, 64),
@@ -61,12 +62,21 @@ def sharded(kind: str = "fsdp", seed: int = 0, shapes: Iterable[str] = SHAPES) -
         fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
     elif kind == "hsdp":
         fully_shard(model, mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("copies", "shards")))
-    elif kind == "fsdp and rows":
+    elif kind in ("fsdp and rows", "fsdp and columns"):
         mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("data", "tensor"))
-        for name, parameter in list(model.named_parameters()):
-            setattr(model, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh["tensor"], [Shard(0)])))
+        cut_all(model, mesh["tensor"], by_columns=kind == "fsdp and columns")
         fully_shard(model, mesh=mesh["data"])
+    elif kind == "columns":
+        cut_all(model, init_device_mesh("cpu", (world,)), by_columns=True)
     return model
+
+
+def cut_all(model: nn.Module, mesh: Any, by_columns: bool) -> None:
+    """Shard all parameters as tensor parallelism does: along dim 1, where no group is cut, or along dim 0."""
+    for name, parameter in list(model.named_parameters()):
+        columns = by_columns and name in ("small", "one_row", "experts", "large")
+        cut = distribute_tensor(parameter.detach(), mesh, [Shard(int(columns))])
+        setattr(model, name, nn.Parameter(cut))
 
 
 def go_on(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> None:
@@ -84,12 +94,12 @@ def like(value: Tensor, parameter: Any) -> Tensor:
     """A whole tensor sharded as the parameter is, by the means of PyTorch."""
     if not hasattr(parameter, "placements"):
         return value
-    model, mesh = nn.Module(), parameter.device_mesh
-    model.weight = nn.Parameter(value)
-    if "tensor" in (mesh.mesh_dim_names or ()):
-        model.weight = nn.Parameter(distribute_tensor(value, mesh["tensor"], [Shard(0)]))
-        mesh = mesh["data"]
-    fully_shard(model, mesh=mesh)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    if not any("Strided" in type(placement).__name__ for placement in placements):
+        return distribute_tensor(value, mesh, placements)
+    model = nn.Module()
+    model.weight = nn.Parameter(distribute_tensor(value, mesh["tensor"], placements[-1:]))
+    fully_shard(model, mesh=mesh["data"])
     return model.weight.detach()
 
 
@@ -138,8 +148,8 @@ def compiled_steps_like_one_process(folder: Path) -> None:
 
 
 def a_callers_compiled_step(folder: Path) -> None:
-    names = ["even", "bias"]
-    model = sharded(shapes=names)
+    names = ["experts"]
+    model = sharded("columns", shapes=names)
     optimizer = FlashSGD(model.parameters(), lr=1e-2, momentum=0.9)
     optimizer.step = torch.compile(optimizer.step, fullgraph=True)
     go_on(model, optimizer, range(3))
@@ -271,8 +281,11 @@ def mistakes(folder: Path) -> None:
     go_on(model, optimizer, range(2))
     before = everything(model, optimizer)
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    columns = distribute_tensor(torch.zeros(8, 64), mesh, [Shard(1)])
-    sentence(lambda: FlashAdamW([nn.Parameter(columns)]), "is sharded as (Shard(dim=1),); allowed are rows (dim 0)")
+    columns = distribute_tensor(torch.zeros(40, 96), mesh, [Shard(1)])
+    sentence(
+        lambda: FlashAdamW([nn.Parameter(columns)]), "sharded as (Shard(dim=1),); that cuts groups of 32 along its"
+    )
+    FlashAdamW([nn.Parameter(columns)], quantize=False)
     save(folder / "good.ckpt", model, optimizer)
     sentence(lambda: save(folder / "missing" / "a.ckpt", model, optimizer), "missing")
     sentence(lambda: save(folder / "a.ckpt", model, torch.optim.SGD(model.parameters())), "optimizer is a SGD")
@@ -302,25 +315,28 @@ def sentence(action: Any, expected: str) -> None:
         raise AssertionError(f"nothing was raised: {expected}")
 
 
-def run(folder: Path, world: int, scenario: str, *arguments: str) -> None:
+def run(folder: Path, world: int, *scenarios: str) -> None:
     """In new processes, which must all succeed."""
-    command = [sys.executable, __file__, str(folder), str(world), scenario, *arguments]
+    command = [sys.executable, __file__, str(folder), str(world), *scenarios]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-6000:]
 
 
-def work(rank: int, folder: str, world: int, scenario: str, arguments: list[str], store: str) -> None:
+def work(rank: int, folder: str, world: int, scenarios: tuple[str, ...], store: str) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world)
-    globals()[scenario](Path(folder), *arguments)
-    distributed.barrier()
+    for scenario in scenarios:
+        name, _, kind = scenario.partition(":")
+        globals()[name](Path(folder), *filter(None, [kind]))
+        distributed.barrier()
     distributed.destroy_process_group()
 
 
-def main(folder: str, world: str, scenario: str, *arguments: str) -> None:
+def main(folder: str, world: str, *scenarios: str) -> None:
     with tempfile.TemporaryDirectory() as empty:
-        common = (folder, int(world), scenario, list(arguments), f"{empty}/store")
-        multiprocessing.spawn(work, common, nprocs=int(world))
+        arguments = (folder, int(world), scenarios, f"{empty}/store")
+        # Forked before anything has run, they need not import torch each.
+        multiprocessing.start_processes(work, arguments, nprocs=int(world), start_method="fork")
 
 
 if __name__ == "__main__":

@@ -17,30 +17,31 @@ from flashopt_compile import FlashAdamW, save, sharding
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("world, kind", [(2, "fsdp"), (3, "fsdp"), (4, "hsdp"), (4, "fsdp and rows")])
-def test_shards_step_to_the_bits_of_one_process(world: int, kind: str, tmp_path: Path):
-    run(tmp_path, world, "steps_like_one_process", kind)
+@pytest.mark.parametrize("world, kinds", [(2, ["fsdp", "columns"]), (4, ["fsdp", "hsdp", "fsdp and rows"])])
+def test_shards_step_to_the_bits_of_one_process(world: int, kinds: list[str], tmp_path: Path):
+    run(tmp_path, world, *(f"steps_like_one_process:{kind}" for kind in kinds))
 
 
-@pytest.mark.parametrize("scenario", ["compiled_steps_like_one_process", "a_callers_compiled_step"])
-def test_compiled_shards_step_to_the_bits_of_one_process(scenario: str, tmp_path: Path):
-    run(tmp_path, 2, scenario)
+def test_compiled_shards_step_to_the_bits_of_one_process(tmp_path: Path):
+    run(tmp_path, 2, "compiled_steps_like_one_process", "trains")
 
 
-def test_fsdp_trains_to_the_bits_of_one_process(tmp_path: Path):
-    run(tmp_path, 2, "trains")
+def test_a_callers_compiled_step_gives_the_bits_of_one_process(tmp_path: Path):
+    run(tmp_path, 2, "a_callers_compiled_step")
 
 
 def test_checkpoints_are_read_by_any_number_of_processes(tmp_path: Path):
-    run(tmp_path, 2, "write_checkpoints", "fsdp")
+    run(tmp_path, 2, "write_checkpoints:fsdp")
     assert checksums(tmp_path / "whole.ckpt") == checksums_of_one_process(tmp_path)
-    for world, kind in ((1, "whole"), (3, "fsdp"), (4, "hsdp")):
-        run(tmp_path, world, "read_checkpoints", kind)
+    run(tmp_path, 1, "read_checkpoints:whole")
+    run(tmp_path, 3, "steps_like_one_process:fsdp", "read_checkpoints:fsdp")
+    run(tmp_path, 4, "read_checkpoints:hsdp")
 
 
-def test_checkpoints_of_uneven_shards_are_read(tmp_path: Path):
-    run(tmp_path, 4, "write_checkpoints", "fsdp and rows")
-    run(tmp_path, 2, "read_checkpoints", "fsdp")
+def test_checkpoints_go_to_tensor_parallelism_and_back(tmp_path: Path):
+    run(tmp_path, 4, "steps_like_one_process:fsdp and columns", "write_checkpoints:fsdp and columns")
+    run(tmp_path, 2, "read_checkpoints:fsdp", "read_checkpoints:columns", "write_checkpoints:columns")
+    run(tmp_path, 4, "read_checkpoints:fsdp and rows")
 
 
 def checksums_of_one_process(folder: Path) -> dict[str, int]:
@@ -55,12 +56,8 @@ def checksums(path: Path) -> dict[str, int]:
     return torch.load(path, weights_only=True)["checksums"]
 
 
-def test_whole_states_of_any_library_are_cut_into_shards(tmp_path: Path):
-    run(tmp_path, 2, "whole_states")
-
-
-def test_mistakes_are_sentences_on_every_process_and_change_nothing(tmp_path: Path):
-    run(tmp_path, 2, "mistakes")
+def test_whole_states_of_any_library_are_cut_and_mistakes_are_sentences(tmp_path: Path):
+    run(tmp_path, 2, "whole_states", "mistakes")
 
 
 def test_the_example_continues_on_another_number_of_processes(tmp_path: Path):
@@ -85,7 +82,7 @@ def test_states_stay_where_the_parameter_is_offloaded_to(monkeypatch: pytest.Mon
     try:
         parameter = distribute_tensor(torch.zeros(6, 4), init_device_mesh("cpu", (1,)), [Shard(0)])
         monkeypatch.setattr(parameter.device_mesh, "_device_type", "meta")
-        sharded = sharding.as_sharded(torch.ones(6, 3, dtype=torch.int8), parameter)
+        sharded = sharding.as_sharded(torch.ones(6, 3, dtype=torch.int8), parameter, (6, 3))
         assert sharding.is_sharded(sharded)
         assert sharded.shape == (6, 3) and sharded.dtype == torch.int8
         assert sharding.placements(sharded) == sharding.placements(parameter)

@@ -94,6 +94,36 @@ def test_shards_of_rows_give_the_bits_of_the_whole(shape: tuple[int, ...], cuts:
     assert_identical(sharded, whole)
 
 
+@pytest.mark.parametrize("in_cache", [True, False], ids=["chunks", "whole"])
+@pytest.mark.parametrize("small, chunk", [(1 << 16, 1 << 20), (100, 416), (100, 1 << 20)], ids=str)
+@pytest.mark.parametrize("cut", [32, 64, 96], ids=str)
+def test_shards_of_columns_give_the_bits_of_the_whole(
+    cut: int, small: int, chunk: int, in_cache: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """As ranks of tensor parallelism would: each its columns, which follow each other within a row alone."""
+    shape = 33, 128
+    one, t = step_for(shape), torch.tensor(2.0)
+    whole, sharded = fresh_tensors(one, shape), fresh_tensors(one, shape)
+    whole_step(one, whole, t)
+    monkeypatch.setattr(batch, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(batch, "SMALL_ELEMENTS", small)
+    monkeypatch.setattr(batch, "works_in_cache", lambda device: in_cache)
+    for first, last in ((0, cut), (cut, 128)):
+        places = [
+            slice(first // 32, last // 32) if is_scale else slice(first, last)
+            for is_scale in (False, *one.storage.scales)
+        ]
+        own = [tensor[:, place].clone() for tensor, place in zip(sharded, places, strict=True)]
+        head, grad, *rest = own
+        piece = Piece.of(one, [head, *rest], first, torch.arange(33) * 128 + first)
+        shards = Batch(Step.__call__, {})
+        shards.add(one, piece, grad, t, HYPER)
+        shards.flush()
+        for tensor, place, part in zip(sharded, places, own, strict=True):
+            tensor[:, place] = part
+    assert_identical(sharded, whole)
+
+
 def test_strided_parameters_are_stepped_in_bounded_slabs(monkeypatch: pytest.MonkeyPatch):
     (plain,) = parameters([(100, 64)])
     strided = Parameter(plain.detach().t().contiguous().t())

@@ -48,7 +48,7 @@ def outgoing(keeper: Keeper, state_dict: dict[str, Any]) -> dict[str, Any]:
                 if key in states:
                     state = {name: local(value) for name, value in states[key].items()}
                     state = plain.write(state, keeper.torch_names, keeper.storage(own, parameter))
-                    states[key] = sharded_state(state, parameter)
+                    states[key] = sharded_state(state, parameter, {})
     stamp = {
         "format": FORMAT,
         "optimizer": keeper.kind(),
@@ -90,9 +90,13 @@ def incoming(keeper: Keeper, state_dict: Any) -> dict[str, Any]:
             state = states.get(key)
             if state:
                 dtype = dtypes[positions[key]] if dtypes else None
-                loaded[key] = Opaque(understood(owner, keeper, str(key), state, options, parameter, dtype))
+                loaded[key] = understood(owner, keeper, str(key), state, options, parameter, dtype), parameter, options
         groups.append(options)
-    return {"state": loaded, "param_groups": groups}
+    copies = {
+        key: Opaque(copied(state, parameter, keeper.storage(options, parameter).parts(tuple(parameter.shape))))
+        for key, (state, parameter, options) in loaded.items()
+    }
+    return {"state": copies, "param_groups": groups}
 
 
 def check_frame(owner: str, state_dict: Any) -> tuple[Mapping[Any, State], list[Group]]:
@@ -167,7 +171,8 @@ def understood(
     by_rows = any(map(is_sharded, state.values()))
     shape = here if by_rows else tuple(parameter.shape)
     if by_rows:
-        state = {key: rows_of(owner, name, key, value, parameter) for key, value in state.items()}
+        parts = storage.parts(tuple(parameter.shape))
+        state = {key: own_part(owner, name, key, value, parameter, parts) for key, value in state.items()}
     if "tail" in state and dtype is not None and dtype != str(parameter.dtype).removeprefix("torch."):
         raise ValueError(
             f"{owner}: the state of parameter {name} has a tail of {dtype} weights; the parameter is {parameter.dtype}."
@@ -191,15 +196,13 @@ def understood(
     return state
 
 
-def rows_of(owner: str, name: str, key: str, value: Any, parameter: Tensor) -> Any:
-    """What belongs with this process's rows of a parameter, of a tensor in its state that may be sharded."""
-    if not isinstance(value, Tensor) or not value.dim():
+def own_part(owner: str, name: str, key: str, value: Any, parameter: Tensor, parts: Mapping[str, Part]) -> Any:
+    """What belongs with this process's part of a parameter, of a tensor in its state that may be sharded."""
+    if key == "step" or not isinstance(value, Tensor):
         return value
-    if not parameter.dim() or len(value) != len(parameter):
-        raise ValueError(
-            f"{owner}: {key} of parameter {name} is {described(value)}; expected are the rows of "
-            f"{tuple(parameter.shape)}."
-        )
+    shape = parts[key].shape if key in parts else tuple(parameter.shape)
+    if tuple(value.shape) != shape:
+        raise ValueError(f"{owner}: {key} of parameter {name} is {described(value)}; expected is the shape {shape}.")
     return part_of(value, parameter)
 
 
@@ -248,7 +251,7 @@ def check_state(owner: str, name: str, state: State, parts: Mapping[str, Part]) 
             )
 
 
-def copied(state: State, parameter: Tensor) -> dict[str, Any]:
+def copied(state: State, parameter: Tensor, parts: Mapping[str, Part]) -> dict[str, Any]:
     """`state` as the optimizer keeps it: own memory, on the parameter's device and sharded as it is, the step a 0-dim
     fp32 CPU tensor."""
     device = local(parameter).device
@@ -258,9 +261,12 @@ def copied(state: State, parameter: Tensor) -> dict[str, Any]:
         for key, value in state.items()
         if key != "step"
     }
-    return sharded_state({"step": step, **own}, parameter)
+    return sharded_state({"step": step, **own}, parameter, parts)
 
 
-def sharded_state(state: State, parameter: Tensor) -> dict[str, Any]:
-    """A state, of what this process has of a parameter, sharded as the parameter is."""
-    return {key: value if key == "step" else as_sharded(value, parameter) for key, value in state.items()}
+def sharded_state(state: State, parameter: Tensor, parts: Mapping[str, Part]) -> dict[str, Any]:
+    """The state of which this process has a part, sharded as its parameter: of the shapes of `parts`, or of its own."""
+    shapes = {key: part.shape for key, part in parts.items()}
+    return {
+        key: value if key == "step" else as_sharded(value, parameter, shapes.get(key)) for key, value in state.items()
+    }
