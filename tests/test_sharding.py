@@ -23,7 +23,7 @@ def test_shards_step_to_the_bits_of_one_process(world: int, kinds: list[str], tm
 
 
 def test_compiled_shards_step_to_the_bits_of_one_process(tmp_path: Path):
-    run(tmp_path, 2, "compiled_steps_like_one_process", "trains")
+    run(tmp_path, 2, "compiled_steps_like_one_process", "trains", "trains_in_parallel")
 
 
 def test_a_callers_compiled_step_gives_the_bits_of_one_process(tmp_path: Path):
