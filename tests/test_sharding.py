@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from processes import Net, go_on, run
+from processes import run
+from sharded import Net, go_on
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
