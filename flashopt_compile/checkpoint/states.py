@@ -168,9 +168,9 @@ def understood(
     Of a sharded parameter the state may be sharded, or whole.
     """
     here, storage = tuple(local(parameter).shape), keeper.storage(options, parameter)
-    by_rows = any(map(is_sharded, state.values()))
-    shape = here if by_rows else tuple(parameter.shape)
-    if by_rows:
+    in_shards = any(map(is_sharded, state.values()))
+    shape = here if in_shards else tuple(parameter.shape)
+    if in_shards:
         parts = storage.parts(tuple(parameter.shape))
         state = {key: own_part(owner, name, key, value, parameter, parts) for key, value in state.items()}
     if "tail" in state and dtype is not None and dtype != str(parameter.dtype).removeprefix("torch."):
@@ -185,9 +185,9 @@ def understood(
             raise ValueError(f"{owner}: the state of parameter {name} {error}.") from None
     if values is None:
         check_state(owner, name, state, storage.parts(shape))
-        return {key: value if by_rows or key == "step" else part_of(value, parameter) for key, value in state.items()}
+        return {key: value if in_shards or key == "step" else part_of(value, parameter) for key, value in state.items()}
     states, tail = values.states, values.tail
-    if not by_rows:
+    if not in_shards:
         states = {letter: part_of(value, parameter) for letter, value in states.items()}
         tail = tail if tail is None else part_of(tail, parameter)
     held = {key: local(value) for key, value in keeper.state.get(parameter, {}).items()}
