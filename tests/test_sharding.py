@@ -62,7 +62,7 @@ def test_whole_states_of_any_library_are_cut_and_mistakes_are_sentences(tmp_path
 
 
 def test_the_example_continues_on_another_number_of_processes(tmp_path: Path):
-    for world, expected in ((2, "step 30"), (3, "resumed at step 30 of 2 processes")):
+    for world, expected in ((2, "step 30"), (1, "resumed at step 30 of 2 processes")):
         command = [*("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world))]
         command += [str(ROOT / "examples/fsdp2.py"), str(tmp_path / "run")]
         done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=600)
