@@ -1,7 +1,6 @@
 """The face of the library: `torch.optim.Optimizer`s made of a rule, with the arguments everyone knows."""
 
 import inspect
-import operator
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from torch import Tensor
 from flashopt_compile import compiled, numerics, sharding
 from flashopt_compile.batch import Batch, Pack
 from flashopt_compile.checkpoint import states, weights
+from flashopt_compile.count import Count, all_same
 from flashopt_compile.memory import memory
 from flashopt_compile.options import (
     STORAGE_OPTIONS,
@@ -42,12 +42,9 @@ class Entry(NamedTuple):
 
 def gradient(parameter: Tensor) -> Tensor:
     """The gradient, of what this process has of a parameter that has one, apart from autograd."""
-    return sharding.part_of(parameter.grad, parameter).detach()
-
-
-def all_same(tensors: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> bool:
-    """Whether they are the same objects."""
-    return len(tensors) == len(others) and all(map(operator.is_, tensors, others))
+    grad = sharding.part_of(parameter.grad, parameter) if sharding.is_sharded(parameter) else parameter.grad
+    assert grad is not None
+    return grad.detach() if grad.requires_grad else grad
 
 
 class FlashOptimizer(torch.optim.Optimizer):
@@ -102,6 +99,7 @@ class FlashOptimizer(torch.optim.Optimizer):
         self._entries: dict[Tensor, Entry] = {}
         self._known_numbers: dict[int, tuple[Group, Numbers]] = {}
         self._packs: dict[tuple[int, ...], Pack] = {}
+        self._count: Count | None = None
         super().__init__(params, {**known, **given})
 
     def add_param_group(self, param_group: Group) -> None:
@@ -169,7 +167,7 @@ class FlashOptimizer(torch.optim.Optimizer):
                 tensors = [head, gradient(parameter), *rest]
                 numerics.check_numerics(name, entry.step, tensors, state["step"] + 1, numbers[id(group)])
         batch = Batch(Step.__call__ if self.eager else compiled.run, self._packs)
-        torch._foreach_add_([state["step"] for *_, state in work], 1)  # pyright: ignore[reportPrivateImportUsage]
+        self._count = Count.up(self._count, tuple(state["step"] for *_, state in work))
         for entry, (group, _, parameter, state) in zip(entries, work, strict=True):
             batch.add(entry.step, entry.piece, gradient(parameter), state["step"], numbers[id(group)])
         batch.flush()
@@ -194,13 +192,14 @@ class FlashOptimizer(torch.optim.Optimizer):
             group["rounding"],
             group["maximize"],
         )
-        head = sharding.local(parameter).detach()
-        values = head.data_ptr(), head.stride(), *options
+        own = sharding.local(parameter)
+        values = own.data_ptr(), own.stride(), *options
         entry = self._entries.get(parameter)
         if entry is None or entry.values != values or not all_same(entry.state, tuple(state.values())):
             self._check_keys(group, name, parameter, state)
             step = self._step_of(group, parameter)
-            stored = head, *(sharding.local(state[key]) for key in step.storage.parts(tuple(head.shape)))
+            keys = step.storage.parts(tuple(own.shape))
+            stored = own.detach(), *(sharding.local(state[key]) for key in keys)
             piece = Piece.of(step, stored, sharding.start(parameter), sharding.row_starts(parameter, step.storage))
             entry = self._entries[parameter] = Entry(values, tuple(state.values()), step, piece)
             self._packs.clear()
@@ -347,4 +346,4 @@ class FlashOptimizer(torch.optim.Optimizer):
             if isinstance(value, states.Opaque):
                 state["state"][parameter] = value.state
         super().__setstate__(state)
-        self._entries, self._known_numbers, self._packs = {}, {}, {}
+        self._entries, self._known_numbers, self._packs, self._count = {}, {}, {}, None

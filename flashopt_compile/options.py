@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashopt_compile.sharding import is_sharded, placements, why_not
+from flashopt_compile.sharding import placements, why_not
 from flashopt_compile.storage import PARAMETER_DTYPES, TAILS, Storage
 
 # How weights and states are kept and stepped, whatever the rule; each may be set per parameter group.
@@ -127,9 +127,6 @@ def check_gradient(owner: str, name: str, parameter: Tensor) -> None:
     """Raise TypeError or ValueError if the gradient of `parameter`, which has one, cannot step it."""
     grad = parameter.grad
     assert grad is not None
-    if is_sharded(grad) != is_sharded(parameter):
-        kinds = type(grad.data).__name__, type(parameter.data).__name__
-        raise TypeError(f"{owner}: the gradient of {name} is a {kinds[0]}; expected is a {kinds[1]}, as the parameter.")
     if grad.layout != torch.strided:
         raise TypeError(f"{owner}: the gradient of {name} has layout {grad.layout}; allowed is torch.strided.")
     if grad.dtype not in PARAMETER_DTYPES:
