@@ -192,13 +192,14 @@ class Batch:
     def _step_in_place(self, waiting: Waiting, piece: Piece, grad: Tensor) -> None:
         size, length = piece.group_size, CHUNK_ELEMENTS // piece.group_size
         lanes, rows = lane_phases(size, grad.device), row_phases(length, size, size, grad.device)
-        grads = grad.view(-1, size).split(length)
+        grad = grad.view(-1, size)
+        grads = grad.split(length) if grad.shape[0] > length else (grad,)
         for number, (grad, (head, *rest)) in enumerate(zip(grads, piece.chunks(length), strict=True)):
-            first = number * length
-            if len(head) == 1:  # Dynamo tells sizes of 1 apart
+            first, count = number * length, head.shape[0]
+            if count == 1:  # Dynamo tells sizes of 1 apart
                 self._wait(waiting, Piece([head, *rest], piece.scales, piece.position(first), size, size), grad)
             else:
-                place = piece.place(first, rows[: len(head)], lanes)
+                place = piece.place(first, rows if count == length else rows[:count], lanes)
                 self._run(waiting.step, [head, grad, *rest], waiting.t, place, waiting.hyper)
 
     def _step_together(self, waiting: Waiting) -> None:

@@ -40,8 +40,9 @@ def run(step: Step, tensors: Sequence[Tensor], t: Tensor, place: Place, hyper: N
         return
     kernel = _kernel_in_cache(step, grad.dtype, head.device, hyper)
     # The kernel does not write the head in place: a masked store to where the next load begins stalls it.
-    spare = spare_memory(head.shape[1], head.dtype, head.device, threading.get_ident())
-    new_head = spare[: len(head)] if len(head) <= len(spare) else torch.empty_like(head)
+    rows, columns = head.shape
+    spare = spare_memory(columns, head.dtype, head.device, threading.get_ident())
+    new_head = spare[:rows] if rows <= spare.shape[0] else torch.empty_like(head)
     kernel(new_head, tensors, t, place, hyper)
     head.copy_(new_head)
 

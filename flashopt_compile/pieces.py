@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -112,7 +112,7 @@ class Piece:
     def place(self, first: int, rows: Tensor, lanes: Tensor) -> Place:
         """Of the block's rows from `first` on, as many as `rows` has phases of rows that follow each other."""
         if self.row_starts is None:
-            return Place(phase_of(self.position(first)), (rows, lanes))
+            return Place(known_phase_of(self.position(first)), (rows, lanes))
         return Place(phase_of(0), (phases_of(self.starts(first, first + len(rows))), lanes))
 
     def phases(self) -> Tensor:
@@ -121,6 +121,12 @@ class Piece:
             return phases_of(self.starts(0, self.rows))
         rows = row_phases(self.elements // self.columns, self.columns, self.group_size, self.stored[0].device)
         return rows + phase_of(self.start).to(rows.device) if self.start else rows
+
+
+@lru_cache(1 << 12)
+def known_phase_of(position: int) -> Tensor:
+    """`phase_of`, kept: chunks of all large parameters begin at the same positions."""
+    return phase_of(position)
 
 
 @cache
