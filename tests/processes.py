@@ -72,11 +72,14 @@ def trains(folder: Path) -> None:
 
 
 def trains_in_parallel(folder: Path) -> None:
-    """By the passes of tensor parallelism itself, whose sums differ from those of one process in their last bits."""
+    """By the passes of tensor parallelism itself, whose sums differ from those of one process in their last bits.
+
+    Once such a bit has changed a code, its weights go ways of their own: single ones by up to a step, over all seeds
+    less than a thousandth of the way in the mean. A process with another's gradients would be off by all of it.
+    """
+    torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    for parameter in model.parameters():
-        distributed.broadcast(parameter.data, 0)
     single = copy.deepcopy(model)
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     inputs = torch.randn(256, 64, generator=torch.Generator().manual_seed(0))
@@ -92,7 +95,7 @@ def trains_in_parallel(folder: Path) -> None:
     assert losses[0] < 0.8 and abs(losses[0] - losses[1]) < 1e-3, losses
     weights = [parameter.full_tensor() for parameter in model.parameters()]
     for mine, other in zip(weights, single.parameters(), strict=True):
-        assert (mine - other).abs().max() < 2e-3
+        assert (mine - other).abs().mean() < 1e-4
         theirs = mine.clone()
         distributed.broadcast(theirs, 0)
         assert torch.equal(mine, theirs)
@@ -212,6 +215,11 @@ def mistakes(folder: Path) -> None:
         lambda: FlashAdamW([nn.Parameter(columns)]), "sharded as (Shard(dim=1),); that cuts groups of 32 along its"
     )
     FlashAdamW([nn.Parameter(columns)], quantize=False)
+    plain = nn.Parameter(torch.zeros(40, 96))
+    alone = FlashAdamW([plain], eager=True)
+    plain.grad = columns
+    sentence(alone.step, "the gradient of 0.0 is a DTensor; allowed is a Tensor")
+    assert not alone.state[plain]["step"]
     save(folder / "good.ckpt", model, optimizer)
     sentence(lambda: save(folder / "missing" / "a.ckpt", model, optimizer), "missing")
     sentence(lambda: save(folder / "a.ckpt", model, torch.optim.SGD(model.parameters())), "optimizer is a SGD")
