@@ -5,7 +5,7 @@ from flashopt_compile.checkpoint.flashoptim import flashoptim_state_dict
 from flashopt_compile.numerics import Health, NumericsError
 from flashopt_compile.optimizer import FlashOptimizer
 from flashopt_compile.optimizers import FlashAdam, FlashAdamW, FlashLion, FlashSGD, FlashSGDW
-from flashopt_compile.rule import Moved, debias, rule, unbias
+from flashopt_compile.rule import Moved, debias, ema, number, rule, unbias
 from quant import ROOT8, SIGNED8, compute_ecc_bits, dequantize, quantize, reconstruct_fp32_param
 
 __all__ = [
@@ -23,8 +23,10 @@ __all__ = [
     "compute_ecc_bits",
     "debias",
     "dequantize",
+    "ema",
     "flashoptim_state_dict",
     "load",
+    "number",
     "quantize",
     "reconstruct_fp32_param",
     "rule",

@@ -8,12 +8,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from flashopt_compile.pieces import Piece, lane_phases, row_phases
+from flashopt_compile.pieces import Piece, lane_phases
 from flashopt_compile.step import Numbers, Place, Step
 from quant.dither import phase_of
 
 # Elements worked on at once: enough to hide the cost of a call, few enough for the second pass to find them in cache.
-CHUNK_ELEMENTS = 1 << 20
+CHUNK_ELEMENTS = 1 << 21
 # Parameters with fewer are copied together: a call costs more than the copies.
 SMALL_ELEMENTS = 1 << 16
 
@@ -191,16 +191,14 @@ class Batch:
 
     def _step_in_place(self, waiting: Waiting, piece: Piece, grad: Tensor) -> None:
         size, length = piece.group_size, CHUNK_ELEMENTS // piece.group_size
-        lanes, rows = lane_phases(size, grad.device), row_phases(length, size, size, grad.device)
         grad = grad.view(-1, size)
         grads = grad.split(length) if grad.shape[0] > length else (grad,)
-        for number, (grad, (head, *rest)) in enumerate(zip(grads, piece.chunks(length), strict=True)):
-            first, count = number * length, head.shape[0]
-            if count == 1:  # Dynamo tells sizes of 1 apart
-                self._wait(waiting, Piece([head, *rest], piece.scales, piece.position(first), size, size), grad)
-            else:
-                place = piece.place(first, rows if count == length else rows[:count], lanes)
+        for grad, (head, *rest), place in zip(grads, piece.chunks(length), piece.places(length), strict=True):
+            if head.shape[0] > 1:
                 self._run(waiting.step, [head, grad, *rest], waiting.t, place, waiting.hyper)
+            else:  # Dynamo tells sizes of 1 apart
+                last = piece.position(piece.rows - 1)
+                self._wait(waiting, Piece([head, *rest], piece.scales, last, size, size), grad)
 
     def _step_together(self, waiting: Waiting) -> None:
         pieces, grads = waiting.pieces, waiting.grads

@@ -105,10 +105,26 @@ def _kernel_in_cache(step: Step, grad_dtype: torch.dtype, device: torch.device, 
             for old, new in zip((new_head, *tensors[2:]), parts, strict=True):
                 old.copy_(new)
 
-        compiled = _compile(kernel, step, CPU_OPTIONS)
+        compiled = _compile(kernel, step, {**CPU_OPTIONS, **_vector_options()})
         compiled(*_example(step, grad_dtype, device), hyper)
         _kernels[key] = compiled
     return _kernels[key]
+
+
+@cache
+def _vector_options() -> dict[str, str]:
+    """Have gcc use whole vectors of 512 bits where Inductor does.
+
+    For some processors, Intel's, it prefers halves: it then copies a vector half by half where a float is cast to its
+    bits, and what reads it whole waits for both, so that a step takes two and a half times as long. Inductor has no
+    option for more flags, but one whose text is put among them.
+    """
+    from torch._inductor import config, cpu_vec_isa  # takes a second, and compiling imports it anyway
+
+    contract = config.cpp.enable_floating_point_contract_flag
+    if not isinstance(contract, str) or cpu_vec_isa.pick_vec_isa().bit_width() != 512:
+        return {}
+    return {"cpp.enable_floating_point_contract_flag": f"{contract} -mprefer-vector-width=512"}
 
 
 def _compile(kernel: FunctionType, step: Step, options: dict[str, Any]) -> Kernel:

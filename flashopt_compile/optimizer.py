@@ -150,7 +150,8 @@ class FlashOptimizer(torch.optim.Optimizer):
         owner = type(self).__name__
         for _, name, parameter, _ in work:
             check_gradient(owner, name, parameter)
-        if not work or self._has_nonfinite_gradient(work):
+        asking = [parameter for group, _, parameter, _ in work if group["skip_nonfinite"]]
+        if not work or (asking and self._has_nonfinite_gradient(asking)):
             return loss
         numbers = {id(group): self._numbers(group) for group in self.param_groups}
         if torch.compiler.is_compiling():
@@ -300,8 +301,7 @@ class FlashOptimizer(torch.optim.Optimizer):
             self._known_numbers[id(group)] = hyper, numbers
         return numbers
 
-    def _has_nonfinite_gradient(self, work: list[Work]) -> bool:
-        parameters = [parameter for group, _, parameter, _ in work if group["skip_nonfinite"]]
+    def _has_nonfinite_gradient(self, parameters: list[Tensor]) -> bool:
         found = numerics.has_nonfinite([gradient(parameter) for parameter in parameters])
         return sharding.any_process(found, parameters)
 

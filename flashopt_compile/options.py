@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashopt_compile.sharding import placements, why_not
+from flashopt_compile.sharding import is_sharded, placements, why_not
 from flashopt_compile.storage import PARAMETER_DTYPES, TAILS, Storage
 
 # How weights and states are kept and stepped, whatever the rule; each may be set per parameter group.
@@ -127,6 +127,8 @@ def check_gradient(owner: str, name: str, parameter: Tensor) -> None:
     """Raise TypeError or ValueError if the gradient of `parameter`, which has one, cannot step it."""
     grad = parameter.grad
     assert grad is not None
+    if type(grad) is not Tensor and is_sharded(grad) and not is_sharded(parameter):
+        raise TypeError(f"{owner}: the gradient of {name} is a DTensor; allowed is a Tensor, as the parameter is.")
     if grad.layout != torch.strided:
         raise TypeError(f"{owner}: the gradient of {name} has layout {grad.layout}; allowed is torch.strided.")
     if grad.dtype not in PARAMETER_DTYPES:

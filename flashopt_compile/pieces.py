@@ -1,8 +1,8 @@
 """Parameters as pieces that fit a block: where their rows and groups lie, and how they are padded to whole groups."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ class Piece:
     home: object = None  # whose memory all but the head lies in
     row_starts: Tensor | None = None
     _chunks: list[list[Tensor]] | None = field(default=None, init=False, repr=False)
+    _places: list[Place] | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def of(cls, step: Step, stored: Sequence[Tensor], start: int = 0, row_starts: Tensor | None = None) -> "Piece":
@@ -109,11 +110,22 @@ class Piece:
         """Of the first element of one of the block's rows, of a piece without padding."""
         return self.start + row * self.group_size if self.row_starts is None else int(self.starts(row, row + 1))
 
-    def place(self, first: int, rows: Tensor, lanes: Tensor) -> Place:
-        """Of the block's rows from `first` on, as many as `rows` has phases of rows that follow each other."""
+    def places(self, rows: int) -> Iterable[Place]:
+        """Of each of `chunks`; kept, but for those of a piece with `row_starts`, which take memory."""
+        if self.row_starts is not None:
+            return (self._place(first, rows) for first in range(0, self.rows, rows))
+        if self._places is None:
+            self._places = [self._place(first, rows) for first in range(0, self.rows, rows)]
+        return self._places
+
+    def _place(self, first: int, rows: int) -> Place:
+        """Of up to so many of the block's rows, from `first` on."""
+        count, device = min(rows, self.rows - first), self.stored[0].device
+        lanes = lane_phases(self.group_size, device)
         if self.row_starts is None:
-            return Place(known_phase_of(self.position(first)), (rows, lanes))
-        return Place(phase_of(0), (phases_of(self.starts(first, first + len(rows))), lanes))
+            following = row_phases(rows, self.group_size, self.group_size, device)
+            return Place(phase_of(self.position(first)), (following[:count], lanes))
+        return Place(phase_of(0), (phases_of(self.starts(first, first + count)), lanes))
 
     def phases(self) -> Tensor:
         """Of the first elements of the block's rows."""
@@ -121,12 +133,6 @@ class Piece:
             return phases_of(self.starts(0, self.rows))
         rows = row_phases(self.elements // self.columns, self.columns, self.group_size, self.stored[0].device)
         return rows + phase_of(self.start).to(rows.device) if self.start else rows
-
-
-@lru_cache(1 << 12)
-def known_phase_of(position: int) -> Tensor:
-    """`phase_of`, kept: chunks of all large parameters begin at the same positions."""
-    return phase_of(position)
 
 
 @cache

@@ -15,6 +15,7 @@ from torch import Tensor
 from quant.dither import STREAMS
 from quant.format import Format
 from quant.grouped import Grouped
+from quant.ulp import once
 
 
 class Moved(NamedTuple):
@@ -78,19 +79,34 @@ def rule(**states: Format) -> Callable[[Callable[..., tuple[Any, ...]]], Rule]:
     return make
 
 
+def ema(average: Tensor, x: Tensor, beta: Tensor) -> Tensor:
+    """The exponential average β·average + (1 − β)·x."""
+    return average + number(1 - beta, average) * (x - average)
+
+
+def number(x: Any, by: Tensor) -> Tensor:
+    """x, made of hyper-parameters, computed once a call instead of once for each element of what it is used `by`."""
+    return once(x, by)
+
+
 def unbias(average: Tensor, beta: Tensor, t: Tensor) -> Tensor:
     """An exponential average started at zero, divided by the weight 1 − β^t it has gathered by step t."""
-    return average * debias(beta, t)
+    return average * debias(beta, t, average)
 
 
-def debias(beta: Tensor, t: Tensor, power: float = 1.0) -> Tensor:
-    """1/(1 − β^t) to the `power`, a number: what an exponential average started at zero is short of by step t."""
-    return torch.ops.flashopt_compile.debias(beta, t, power)
+def debias(beta: Tensor, t: Tensor, by: Tensor, power: float = 1.0) -> Tensor:
+    """1/(1 − β^t) to the `power`, a number: what an exponential average started at zero is short of by step t.
+
+    By −expm1(t·log β) in double precision: 1 − β**t in fp32 is off by 2e-5. `by` is what it is used by.
+    """
+    if by.device.type != "cpu":
+        return torch.ops.flashopt_compile.debias(beta, t, power)
+    gathered = -torch.expm1(t.double() * beta.double().log())
+    return number((gathered**-power).float(), by)
 
 
-# Of two 0-dim tensors, by −expm1(t·log β) in double precision: 1 − β**t in fp32 is off by 2e-5. As an operator of its
-# own it is computed once a call, the same in eager as compiled; written out in the rule, Inductor would take the
-# logarithm once per element.
+# For GPUs, of two numbers on the CPU: as an operator of its own it is computed there, and once a call; written out,
+# each element would take the logarithm.
 _LIBRARY = torch.library.Library("flashopt_compile", "DEF")
 _LIBRARY.define("debias(Tensor beta, Tensor t, float power) -> Tensor")
 

@@ -12,6 +12,7 @@ from flashopt_compile.rule import Moved, Rule
 from flashopt_compile.storage import Storage
 from quant.dither import block_phases, mix_phases, noise, phase_of, phases_of
 from quant.grouped import Grouped
+from quant.ulp import once
 
 Numbers = dict[str, Any]
 
@@ -75,7 +76,7 @@ class Step:
 
         beside = len(weight.names) - 1
         weight_parts, stored = (head, *stored[:beside]), stored[beside:]
-        w = weight.read(*weight_parts)
+        w = weight.decode(*weight_parts)
         g = grad.to(torch.float32)
         states = []
         for format in formats:
@@ -115,6 +116,9 @@ def trace(
     Its elements follow each other in the whole parameter from `start` on, or lie at `positions`.
     """
     copies = [tensor.contiguous() for tensor in tensors]
+    # Stored as fp32: loops in which all results follow from 16-bit floats would be 32 elements wide, and gcc would no
+    # longer see that casting as many floats to their bits is nothing to do.
+    copies[1] = once(copies[1].to(torch.float32))
     shape = tuple(copies[0].shape)
     places = [Place.at(start + offset) for offset, _ in step.storage.blocks(shape, copies)]
     if positions is not None:

@@ -13,7 +13,7 @@ import torch
 from sympy.printing.pycode import PythonCodePrinter
 from torch import Tensor
 
-from quant.ulp import once, sqrt
+from quant.ulp import once, sqrt, with_sign
 
 X = sympy.Symbol("x", real=True)
 Y = sympy.Symbol("y", positive=True)
@@ -61,8 +61,7 @@ class Compander:
         except (NameError, TypeError, NotImplementedError) as error:
             raise self._fails("uses a function that torch does not have") from error
         largest = {levels: self._find_largest_scale(levels, *pair) for levels, pair in functions.items()}
-        held = {levels: (compress, self._held(expand)) for levels, (compress, expand) in functions.items()}
-        object.__setattr__(self, "_functions", held)
+        object.__setattr__(self, "_functions", functions)
         object.__setattr__(self, "_largest_scales", largest)
 
     def __reduce__(self) -> tuple[type, tuple[str, sympy.Expr]]:
@@ -102,6 +101,12 @@ class Compander:
         """The largest scale at which neither function overflows on the way."""
         return self._largest_scales[levels]
 
+    @property
+    def _degree(self) -> int | None:
+        """n where ψ is the n-th power and its root is made of square roots."""
+        base, exponent = self.inverse.as_base_exp()
+        return int(exponent) if base == Y and exponent in (2, 4, 8) else None
+
     def _compressor(self, levels: int) -> TorchFunction:
         phi = levels * sympy.simplify(self.expression.subs(X, VALUE))
         merged = _torch_function(phi.subs(VALUE, VALUE / SCALE), self.odd)
@@ -113,6 +118,8 @@ class Compander:
         return lambda value, scale: of_ratio(value / scale, scale)
 
     def _expander(self, levels: int) -> TorchFunction:
+        if self._degree:
+            return self._power(levels, int(self._degree).bit_length() - 1)
         merged = _torch_function(SCALE * self.inverse.subs(Y, VALUE / levels), self.odd)
         if sympy.fraction(self.inverse)[1].has(Y) and all(
             _expands(merged, levels, scale) for scale in _ORDINARY_SCALES
@@ -121,11 +128,21 @@ class Compander:
         # Without a denominator to absorb it, levels goes to the codes: levels^-4 would underflow the scale.
         return _torch_function(SCALE * self.inverse.subs(Y, VALUE), self.odd, unit=1 / levels)
 
-    def _held(self, expand: TorchFunction) -> TorchFunction:
-        """`expand`, never beyond the scale: stored again, such a group would take the next larger scale each time."""
-        if self.inverse.is_rational_function(Y):  # then ψ(1) is 1 to the bit
-            return expand
-        return lambda codes, scale: torch.minimum(torch.maximum(expand(codes, scale), -scale), scale)
+    def _power(self, levels: int, squares: int) -> TorchFunction:
+        """scale · (codes / levels)^n as the power of one product: the scale goes in by its root."""
+
+        def expand(codes: Tensor, scale: Tensor) -> Tensor:
+            root = scale
+            for _ in range(squares):
+                root = sqrt(root)
+            y = power = codes * once(root * (1 / levels))
+            if self.odd and squares == 1:
+                return y * y.abs()
+            for _ in range(squares):
+                power = torch.square(power)
+            return with_sign(power, y) if self.odd else power
+
+        return expand
 
     def _find_largest_scale(self, levels: int, compress: TorchFunction, expand: TorchFunction) -> float:
         for exponent in range(127, 0, -1):
@@ -173,22 +190,16 @@ def _torch_function(expression: sympy.Expr, odd: bool, unit: float = 1.0) -> Tor
         element += f" / ({text(bottom)})"
     if "scale" in group and group != "scale":
         group = f"once({group})"
-    if signed:  # the sign goes to the factor of the group, where there is one: a choice between two numbers
-        body = (
-            f"with_sign({group}, value) * {element}" if "scale" in group else f"with_sign({group} * {element}, value)"
-        )
+    if signed:
+        body = f"with_sign({group} * {element}, value)"
     else:
         body = element if group == "1.0" else f"({group}) * ({element})"
     body = body.replace(str(VALUE), "value.abs()" if odd else "value")
     if unit != 1:
         body = body.replace("value", f"(value * {unit!r})")
     return eval(
-        f"lambda value, scale: {body}", {"sqrt": sqrt, "square": torch.square, "with_sign": _with_sign, "once": once}
+        f"lambda value, scale: {body}", {"sqrt": sqrt, "square": torch.square, "with_sign": with_sign, "once": once}
     )
-
-
-def _with_sign(magnitude: Tensor, value: Tensor) -> Tensor:
-    return torch.where(value < 0, -magnitude, magnitude)
 
 
 class _TorchPrinter(PythonCodePrinter):

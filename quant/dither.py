@@ -7,6 +7,8 @@ so a resumed or resharded run continues bit for bit.
 import torch
 from torch import Tensor
 
+from quant.ulp import once
+
 # Odd constants of 32 bits, as the signed numbers int32 tensors take: Knuth's and Weyl's for the counters,
 # the two of the "lowbias32" finalizer, and one per stream.
 INDEX_STRIDE = -1640531535
@@ -25,7 +27,7 @@ def mix(index: Tensor, step: Tensor) -> Tensor:
 
 def mix_phases(phases: Tensor, step: Tensor) -> Tensor:
     """`mix` of the indices whose products with INDEX_STRIDE, modulo 2^32, are `phases`."""
-    bits = phases + _times(step, STEP_STRIDE)
+    bits = phases + once(_times(step, STEP_STRIDE), by=phases)
     bits = (bits ^ ((bits >> 16) & 0xFFFF)) * MIX
     return bits ^ ((bits >> 15) & 0x1FFFF)
 
@@ -64,4 +66,5 @@ def block_phases(block: Tensor) -> tuple[Tensor, Tensor]:
     for dim, (size, stride) in enumerate(zip(block.shape[:-1], block.stride(), strict=False)):
         along = torch.arange(size, device=block.device) * stride
         rows = rows + along.view(-1, *(1,) * (block.dim() - dim - 1))
-    return phases_of(rows), phases_of(torch.arange(block.shape[-1], device=block.device) * block.stride(-1))
+    lanes = torch.arange(block.shape[-1], device=block.device) * block.stride(-1)
+    return once(phases_of(rows)), once(phases_of(lanes))

@@ -48,11 +48,6 @@ class WeightFormat(Format, Protocol):
     """A format that holds a weight, its first part being the parameter, and can be moved by small amounts."""
 
     @property
-    def read(self) -> Callable[..., Tensor]:
-        """`decode` as a step does it: quicker, to within what no weight notices."""
-        ...
-
-    @property
     def advance(self) -> Callable[..., tuple[Tensor, ...]]:
         """Parts, an amount, noise or None → the parts after moving the value they hold by the amount."""
         ...
@@ -81,8 +76,6 @@ class Raw:
 
     def decode(self, value: Tensor) -> Tensor:
         return value
-
-    read = decode
 
     def advance(self, value: Tensor, by: Tensor, noise: Tensor | None) -> tuple[Tensor]:
         return (value + by,)

@@ -15,9 +15,12 @@ from torch import Tensor
 from quant.compand import FOURTH_ROOT, LINEAR, SIGNED_ROOT, SOFTSIGN, SQUARE_ROOT, Compander
 from quant.dither import DITHER_MARGIN, NOISE_UNIT, block_phases, mix_phases, noise, phases_of
 from quant.format import Part, check_dtype
-from quant.ulp import once, round_up
+from quant.ulp import bits_of, largest, once, round_up, whole
 
 MIN_SCALE = 2.0**-118  # below, 127/scale would overflow
+# A largest value so little above a scale keeps it. Rounding alone may have brought it there: scales would creep up as a
+# group is stored again and again, and differ where one compiler contracts what another does not.
+SLACK = 2.0**-18
 
 
 @dataclass(frozen=True)
@@ -131,20 +134,16 @@ class Grouped:
 
         Rounds to the nearest code or, given `noise`, up or down with the odds that make the code right on average.
         """
-        largest = x.abs().amax(-1, keepdim=True)
-        finite = largest <= self.compander.largest_scale(self.levels)
-        scale = once(round_up(largest.clamp(min=MIN_SCALE)))
+        size = largest(x)
+        finite = size <= self.compander.largest_scale(self.levels)
+        scale = once(round_up(size.clamp(min=MIN_SCALE) * (1 - SLACK)))
         codes = self._compress(x, scale)
         if noise is not None:
             codes = codes + noise * ((1 - 2 * DITHER_MARGIN) * NOISE_UNIT)
-        codes = codes.round()
-        if not self.signed:
-            least = 1 - torch.relu(1 - x.ceil())  # 1 unless x is 0
-            codes = least + torch.relu(codes - least)
-        codes = torch.where(finite, codes, 0.0)
-        if self.signed:
-            codes = codes.to(torch.int32).clamp(-self.levels, self.levels)  # floats would have NaN to mind
-        scale = torch.where(finite, torch.where(largest > 0, scale, 0.0), math.nan)
+        least = -self.levels if self.signed else bits_of(x).clamp(max=1)  # 1 unless x is 0
+        kept = once(-finite.to(torch.int32))  # all bits or none
+        codes = whole(codes, least, self.levels) & kept
+        scale = torch.where(finite, torch.where(size > 0, scale, 0.0), math.nan)
         return codes.to(self.dtype), scale.to(torch.bfloat16)
 
     def decode(self, codes: Tensor, scales: Tensor) -> Tensor:

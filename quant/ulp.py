@@ -1,8 +1,9 @@
-"""Where the grid of a 16-bit float lies, by float arithmetic alone: the ground under heads, tails and scales.
+"""Where the grid of a 16-bit float lies, read from the bits of fp32: the ground under heads, tails and scales.
 
-No bit casts (Inductor's C++ backend runs each as a scalar loop) and no cast-and-back (Inductor folds
-fp32 → bf16 → fp32 to the identity): a value is rounded by adding and subtracting a constant that pushes
-the unwanted bits off the end of the fp32 significand. Every formula gives the same bits whether or not a
+The bits of a float, taken as an integer, rise with its size: a mask gives the power of two below it, an addition
+rounds it. Casting between the two costs nothing, neither on a GPU nor in the C++ that Inductor writes, where the
+compiler makes nothing of the loop that a cast is (docs/performance.md says when). What is never done is a cast to 16
+bits and back: Inductor folds fp32 → bf16 → fp32 to the identity. Every formula gives the same bits whether or not a
 compiler contracts a multiply and an add into one FMA.
 """
 
@@ -12,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# a + a·PHI lies between half and one and a half fp32 ulps above a, so it rounds to the next float up.
-PHI = 1.25 * 2.0**-24
+EXPONENT = 0x7F800000
+SIZE = 0x7FFFFFFF
+SIGN = -(2**31)
 
 
 @dataclass(frozen=True)
@@ -28,88 +30,103 @@ class NarrowFloat:
     def max(self) -> float:
         return torch.finfo(self.dtype).max
 
+    @property
+    def is_cut_fp32(self) -> bool:
+        """Whether its grid is that of fp32 with the low bits cut off, from the least number to the largest."""
+        return self.min_exponent == -126
+
 
 BF16 = NarrowFloat(torch.bfloat16, significand_bits=8, min_exponent=-126)
 FP16 = NarrowFloat(torch.float16, significand_bits=11, min_exponent=-14)
 NARROW_FLOATS = {narrow.dtype: narrow for narrow in (BF16, FP16)}
 
 
-@dataclass(frozen=True)
-class Frame:
-    """The power-of-two scaling under which the grid of `narrow` is computed without over- or underflow.
-
-    fp16's grid needs none. bf16 shares fp32's exponents, whose ends are out of reach of the rounding
-    constant (above 2^111) and of the ulp formula (below 2^-100): values under 1 are worked on 2^32 times
-    larger, the others 2^32 times smaller, both exactly.
-    """
-
-    narrow: NarrowFloat
-    factor: Tensor | None = None
-    inverse: Tensor | None = None
-
-    @classmethod
-    def around(cls, x: Tensor, narrow: NarrowFloat) -> "Frame":
-        if narrow.min_exponent >= -100:
-            return cls(narrow)
-        small = x.abs() < 1
-        return cls(narrow, either(small, 2.0**32, 2.0**-32), either(small, 2.0**-32, 2.0**32))
-
-    def enter(self, x: Tensor) -> Tensor:
-        return x if self.factor is None else x * self.factor
-
-    def leave(self, x: Tensor) -> Tensor:
-        return x if self.inverse is None else x * self.inverse
-
-    def spacing(self, x: Tensor) -> Tensor:
-        """Distance between neighbours of `narrow` in the binade of `x`, which is inside the frame."""
-        # Subnormals have the spacing of the least normal binade; Inf is to have one that is finite.
-        least = 2.0 ** (self.narrow.min_exponent + (0 if self.factor is None else 32))
-        return fp32_ulp(at_least(x.abs().clamp(max=2.0**100), least)) * 2.0 ** (24 - self.narrow.significand_bits)
+def bits_of(x: Tensor) -> Tensor:
+    return x.view(torch.int32)
 
 
-def fp32_ulp(size: Tensor) -> Tensor:
-    """Of `size` ≥ 2^-100, finite."""
-    return (size + size * PHI) - size
+def from_bits(bits: Tensor) -> Tensor:
+    return bits.view(torch.float32)
 
 
-def at_least(size: Tensor, least: float) -> Tensor:
-    """The larger of the two, to within a rounding that never leaves its binade.
-
-    By way of relu: a maximum, which has NaN to mind, takes four instructions.
-    """
-    return torch.relu(size - least) + least
+def binade(x: Tensor, narrow: NarrowFloat) -> Tensor:
+    """The power of two at or below |x|, from that of the least normal of `narrow` to the largest, 2^127."""
+    return from_bits((bits_of(x) & EXPONENT).clamp((narrow.min_exponent + 127) << 23, 254 << 23))
 
 
-def either(condition: Tensor, if_true: float, if_false: float) -> Tensor:
-    """One number or the other as fp32, whatever torch's default dtype."""
-    return torch.where(condition, if_true, if_false).to(torch.float32)
+def two_over(power: Tensor) -> Tensor:
+    """2 / a power of two, exactly; 1 / the largest would be subnormal."""
+    return from_bits(EXPONENT - bits_of(power))
 
 
-def nearest(x: Tensor, spacing: Tensor) -> Tensor:
-    """`x` rounded to a multiple of `spacing`, ties to even; |x| < 2^24 spacings, or not finite."""
-    push = spacing * (1.5 * 2.0**23)
+def spacing(x: Tensor, narrow: NarrowFloat) -> Tensor:
+    """Distance between neighbours of `narrow` in the binade of x."""
+    return binade(x, narrow) * 2.0 ** (1 - narrow.significand_bits)
+
+
+def nearest(x: Tensor, narrow: NarrowFloat) -> Tensor:
+    """Every fp32 x rounded to `narrow`, ties to even."""
+    if narrow.is_cut_fp32:
+        bits = bits_of(x)
+        rounded = from_bits((bits + (0x7FFF + ((bits >> 16) & 1))) & -0x10000)
+        return torch.where(x.isnan(), x, rounded)
+    rounded = _pushed(x, binade(x.clamp(-(2.0**16), 2.0**16), narrow), narrow)
+    return overflow(torch.where(rounded == 0, x * 0.0, rounded), narrow)
+
+
+def nearest_fast(x: Tensor, narrow: NarrowFloat) -> Tensor:
+    """`nearest` but for ties, which may go either way, and for Inf, which may become NaN."""
+    if narrow.is_cut_fp32:
+        rounded = from_bits((bits_of(x) + 0x8000) & -0x10000)
+        return rounded + x * 0.0  # some NaNs round to zero
+    return overflow(_pushed(x, binade(x, narrow), narrow), narrow)
+
+
+def _pushed(x: Tensor, power: Tensor, narrow: NarrowFloat) -> Tensor:
+    """x of the binade of `power`, rounded by a number that pushes the unwanted bits off the end of the significand."""
+    push = power * (1.5 * 2.0 ** (24 - narrow.significand_bits))
     return (x + push) - push
-
-
-def keep_sign_of_zero(rounded: Tensor, x: Tensor) -> Tensor:
-    """−0.0 where `x` is negative and rounded to zero."""
-    return torch.where(rounded == 0, x * 0.0, rounded)
 
 
 def overflow(rounded: Tensor, narrow: NarrowFloat) -> Tensor:
     """±Inf beyond the largest value of `narrow`, before a cast to it that a compiler may fold away."""
-    if narrow.max > 2.0**127:  # as large as fp32, where it has happened by itself
-        return rounded
     return torch.where(rounded.abs() <= narrow.max, rounded, rounded * math.inf)
 
 
-def round_up(x: Tensor, narrow: NarrowFloat = BF16) -> Tensor:
-    """The least value of `narrow` that is not below `x` ≥ 0, as fp32."""
-    frame = Frame.around(x, narrow)
-    inside = frame.enter(x)
-    spacing = frame.spacing(inside)
-    rounded = nearest(inside, spacing)
-    return frame.leave(torch.where(rounded < inside, rounded + spacing, rounded))
+def round_up(x: Tensor) -> Tensor:
+    """The least bf16 that is not below x ≥ 0, as fp32; x not NaN."""
+    return from_bits((bits_of(x) + 0xFFFF) & -0x10000)
+
+
+def with_sign(size: Tensor, x: Tensor) -> Tensor:
+    """`size` ≥ 0 with the sign of x."""
+    if x.dtype != torch.float32:
+        return torch.copysign(size, x)
+    return from_bits(bits_of(size) | (bits_of(x) & SIGN))
+
+
+def largest(x: Tensor) -> Tensor:
+    """The largest |x| of each row, NaN where one is NaN."""
+    if x.device.type == "cpu" and x.shape[-1] % 2 == 0:
+        # Integers have no NaN to mind, as floats have in each step of `amax`; but only floats have a fast last step.
+        first, second = (bits_of(x) & SIZE).unflatten(-1, (2, -1)).unbind(-2)
+        x = from_bits(torch.maximum(first, second))
+    return x.abs().amax(-1, keepdim=True)
+
+
+# Added to a number of less than 2^22, it pushes the fraction off the end of the significand: what is left there is
+# the number, rounded to even, in two's complement.
+_PUSH = 1.5 * 2.0**23
+_PUSH_BITS = 0x4B400000
+
+
+def whole(x: Tensor, low: int | Tensor, high: int) -> Tensor:
+    """x rounded to a whole number, ties to even, and held within bounds: int32 of which the low 16 bits count.
+
+    NaN ends at one of the bounds.
+    """
+    bits = bits_of(x + _PUSH).clamp(max=_PUSH_BITS + high)
+    return bits.clamp(min=_PUSH_BITS + low) if isinstance(low, int) else torch.maximum(bits, low + _PUSH_BITS)
 
 
 def sqrt(x: Tensor) -> Tensor:
@@ -123,9 +140,10 @@ def sqrt(x: Tensor) -> Tensor:
     return x.double().sqrt().float()
 
 
-def once(x: Tensor) -> Tensor:
+def once(x: Tensor, by: Tensor | None = None) -> Tensor:
     """`x` itself. On a CPU Inductor computes it in a loop of its own, not again at each use: what a whole group needs.
 
     (It stores what `as_strided` takes. A GPU's kernel holds a group in registers, and storing would take a second one.)
+    `by` is what x is used by, where x is a number, which is on the CPU for kernels of every device.
     """
-    return x.as_strided(x.shape, x.stride()) if x.device.type == "cpu" else x
+    return x.as_strided(x.shape, x.stride()) if (x if by is None else by).device.type == "cpu" else x

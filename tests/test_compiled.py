@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
+from torch._inductor.cpp_builder import CppTorchOptions
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch.optim.lr_scheduler import OneCycleLR
 from training import assert_identical, give_gradients, parameters, stored, train
 
@@ -137,3 +140,12 @@ def test_eager_compiles_nothing():
     before = graphs()
     train(FlashSGD(parameters(), lr=0.123, momentum=0.9, maximize=True, eager=True), range(2))
     assert graphs() == before
+
+
+def test_gcc_is_told_to_use_vectors_as_wide_as_inductors():
+    """Or casts between floats and bits, of which steps are made, would go through memory half by half."""
+    isa = pick_vec_isa()
+    with inductor_config.patch(compiled._vector_options()):
+        flags = " ".join(CppTorchOptions(vec_isa=isa).get_cflags())
+    assert ("-mprefer-vector-width=512" in flags) == (isa.bit_width() == 512)
+    assert "ffp-contract=off" in flags

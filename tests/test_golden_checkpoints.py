@@ -1,4 +1,6 @@
-"""Checkpoints of every version so far load, and go on to the weights that their own version came to, bit for bit.
+"""Checkpoints of every version so far load, and go on to the weights that their own version came to.
+
+Bit for bit where it is this version; one whose arithmetic was another comes to within its roundings.
 
 python tests/test_golden_checkpoints.py   writes those of this version; a file once committed is never written again
 """
@@ -71,14 +73,24 @@ def test_every_optimizer_has_one():
     assert kinds == set(OPTIMIZERS)
 
 
+def test_this_version_has_its_own():
+    assert any(f"-{library_version()}-" in path.name for path in FILES)
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_golden_checkpoint_goes_on_bit_for_bit(path: Path):
+def test_a_golden_checkpoint_goes_on(path: Path):
     model, optimizer = new(Archive.read(path).kind().__name__)
     extra = load(path, model, optimizer)
     assert optimizer.param_groups[1]["master_weight_bits"] == 32
     step(model, optimizer, extra["gradients"])
     weights = optimizer.get_fp32_model_state_dict(model)
-    assert_identical(list(weights.values()), [extra["weights"][key] for key in weights])
+    expected = [extra["weights"][key] for key in weights]
+    if f"-{library_version()}-" in path.name:
+        assert_identical(list(weights.values()), expected)
+        return
+    for ours, theirs in zip(weights.values(), expected, strict=True):
+        # In each of two steps a code of a state, 2 % of the learning rate (0.02) or less; and a code of the weight.
+        assert (ours - theirs).abs().max() <= 2 * 0.02 * 0.02 + theirs.abs().max() * 2.0**-16
 
 
 if __name__ == "__main__":

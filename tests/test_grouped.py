@@ -18,6 +18,7 @@ from quant.bounds import GROUPS, grouped_bound, mean_bend
 from quant.compand import FOURTH_ROOT, LINEAR, SOFTSIGN, SQUARE_ROOT, Y, mu_law, rational
 from quant.compand import X as PHI
 from quant.dither import DITHER_MARGIN, NOISE_UNIT, mix, noise
+from quant.grouped import SLACK
 
 FORMATS = [*GROUPS, Grouped(LINEAR, signed=False), Grouped(SOFTSIGN, signed=False), Grouped(mu_law(), signed=False)]
 ROUNDINGS = ("nearest", "dither")
@@ -72,14 +73,14 @@ def check_bound(format: Grouped, rounding: str, x: Tensor, scales: Tensor, decod
 
 
 def check_scales(x: Tensor, scales: Tensor) -> None:
-    """That each scale is the least bf16 not below the group's largest value, read from its bits."""
-    largest = x.abs().amax(-1, keepdim=True)
-    scale, least = scales.float(), 2.0**-118
+    """That each scale is the least bf16 not below the group's largest value but for the slack, read from its bits."""
+    largest = x.abs().amax(-1, keepdim=True).double()
+    scale, least = scales.double(), 2.0**-118
     assert not scale[largest == 0].any()
-    assert (scale >= largest).all()
+    assert (scale >= largest * (1 - SLACK) * (1 - 2.0**-24)).all()
     assert (scale[(largest > 0) & (largest <= least)] == least).all()
-    below = (bits_of(scales) - 1).view(torch.bfloat16).float()
-    assert (below < largest)[largest > least].all()
+    below = (bits_of(scales) - 1).view(torch.bfloat16).double()
+    assert (below < largest * (1 - SLACK) * (1 + 2.0**-24))[largest > least].all()
 
 
 @each_format

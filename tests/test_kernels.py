@@ -15,6 +15,7 @@ from flashopt_compile.rules import lion, sgd
 from flashopt_compile.step import Step
 from flashopt_compile.storage import Storage
 from quant import SIGNED8, Split
+from quant.ulp import spacing
 
 pytest.importorskip("triton", reason="pip install -e '.[kernels]'")
 SQUARE = (512, 128)  # 65,536 elements
@@ -114,10 +115,10 @@ class CastAndBack(Split):
     """A split by casts, which Inductor folds away: what must never be written."""
 
     def advance(self, head: Tensor, tail: Tensor, by: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-        w = self.read(head, tail) + by
+        w = self.decode(head, tail) + by
         new_head = w.to(self.head)
         rest = w - new_head.to(torch.float32)
-        codes = rest / self._ulp(w) * (2 * self.levels / self._ulps)
+        codes = rest / spacing(w, self.narrow) * (2 * self.levels)
         return new_head, codes.round().clamp(-self.levels, self.levels).to(self.tail)
 
 

@@ -15,7 +15,7 @@ from bench.proof import CHUNKS, Bits, Proof, bit_patterns, prove
 from quant.bounds import SPLITS
 from quant.grouped import SIGNED8
 from quant.split import Split
-from quant.ulp import Frame
+from quant.ulp import spacing
 
 SAMPLE = 4681  # divides 2^15 − 1: the first and the last 256 patterns of every binade are in the sample
 BOUND_CHECK = INPUT_CHECKS[1]
@@ -23,8 +23,7 @@ BOUND_CHECK = INPUT_CHECKS[1]
 
 def tail_of(format: Split, w: Tensor, head: Tensor, binade_of: Tensor) -> Tensor:
     """The tail of w for `head`, in codes of the ulp that heads have in the binade of `binade_of`."""
-    frame = Frame.around(binade_of, format.narrow)
-    half_ulp = frame.leave(frame.spacing(frame.enter(binade_of))) / 2
+    half_ulp = spacing(binade_of, format.narrow) / 2
     return torch.where(head.isfinite(), (w - head) / half_ulp * format.levels, 0.0).round().to(format.tail)
 
 

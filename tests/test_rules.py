@@ -186,7 +186,9 @@ def test_unbias_divides_by_the_weight_gathered(beta: float, t: int):
     beta32 = torch.tensor(beta)
     exact = 1 / (1 - beta32.item() ** t)
     assert unbias(torch.ones(()), beta32, torch.tensor(float(t))).item() == pytest.approx(exact, rel=1e-7)
-    assert debias(beta32, torch.tensor(float(t)), power=0.5).item() == pytest.approx(exact**0.5, rel=1e-7)
+    assert debias(beta32, torch.tensor(float(t)), torch.ones(3), power=0.5).item() == pytest.approx(
+        exact**0.5, rel=1e-7
+    )
 
 
 def test_rule_that_says_plain_w_or_moved_by_is_the_same_rule():

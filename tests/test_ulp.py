@@ -1,67 +1,122 @@
-"""Spacing, rounding up and the square root, against the bits themselves."""
+"""Spacing, rounding, maxima and the square root, against casts, numpy and the bits themselves."""
+
+import math
 
 import numpy as np
 import torch
 from hypothesis import given
-from strategies import COUNT, bits_of, chunks, differences, every_exponent, fp32_tensors, from_bits, random_bits, ulp
+from strategies import COUNT, bits_of, chunks, differences, every_exponent, fp32_tensors, random_bits, ulp
 from torch import Tensor
 
-from quant.ulp import BF16, FP16, Frame, NarrowFloat, round_up, sqrt
-
-
-def spacing(x: Tensor, narrow: NarrowFloat) -> Tensor:
-    frame = Frame.around(x, narrow)
-    return frame.leave(frame.spacing(frame.enter(x)))
+from quant.ulp import (
+    BF16,
+    FP16,
+    binade,
+    largest,
+    nearest,
+    nearest_fast,
+    round_up,
+    spacing,
+    sqrt,
+    two_over,
+    whole,
+    with_sign,
+)
 
 
 def grid(x: Tensor) -> tuple[Tensor, ...]:
     a = x.abs()
-    return spacing(x, BF16), spacing(x, FP16), round_up(a, BF16), round_up(a, FP16), sqrt(a)
+    groups = x.view(-1, 32)
+    return (
+        *(function(x, narrow) for function in (spacing, nearest, nearest_fast) for narrow in (BF16, FP16)),
+        two_over(binade(x, BF16)),
+        round_up(torch.where(x.isnan(), 0.0, a)),
+        largest(groups),
+        largest(groups[:, :31]),
+        with_sign(a, -x),
+        whole(x * 2.0**-100, -127, 127).to(torch.int8),
+        sqrt(a),
+    )
 
 
 compiled_grid = torch.compile(grid)
 EXPONENTS = every_exponent()
-# Beyond, the formula for fp16, which ends at 2^16, is out of use.
-FP16_REACH = 2.0**100
 
 
 def test_spacing_is_that_of_the_exponent_for_every_exponent():
     finite = EXPONENTS[EXPONENTS.isfinite()]
     assert torch.equal(spacing(finite, BF16).double(), ulp(finite, torch.bfloat16))
-    reached = finite[finite.abs() < FP16_REACH]
-    assert torch.equal(spacing(reached, FP16).double(), ulp(reached, torch.float16))
+    assert torch.equal(spacing(finite, FP16).double(), ulp(finite, torch.float16))
 
 
 @given(fp32_tensors())
 def test_spacing_is_that_of_the_exponent(x: Tensor):
     x = x[x.isfinite()]
     assert torch.equal(spacing(x, BF16).double(), ulp(x, torch.bfloat16))
-    x = x[x.abs() < FP16_REACH]
     assert torch.equal(spacing(x, FP16).double(), ulp(x, torch.float16))
 
 
+@given(fp32_tensors())
+def test_nearest_is_the_cast(x: Tensor):
+    for narrow in (BF16, FP16):
+        expected = x.to(narrow.dtype).float()
+        assert differences(nearest(x, narrow), expected) == 0
+        quick = nearest_fast(x, narrow)
+        assert ((quick - x).abs() <= (expected - x).abs())[expected.isfinite()].all()
+        assert (quick.isfinite() <= expected.isfinite()).all()
+
+
+def test_every_nan_stays_one():
+    """Also those whose bits, rounded, would be zero: a GPU's own is one."""
+    nans = (
+        torch.cat([torch.arange(2**31 - 2**16, 2**31), torch.arange(-(2**16), 0)]).to(torch.int32).view(torch.float32)
+    )
+    for narrow in (BF16, FP16):
+        assert nearest(nans, narrow).isnan().all() and nearest_fast(nans, narrow).isnan().all()
+    assert largest(nans.view(-1, 32)).isnan().all()
+
+
+@given(fp32_tensors())
+def test_two_over_a_binade(x: Tensor):
+    power = binade(x[x.isfinite()], BF16).double()
+    assert torch.equal(two_over(power.float()).double() * power, torch.full_like(power, 2.0))
+
+
+@given(fp32_tensors())
+def test_the_largest_of_a_row(x: Tensor):
+    for columns in (1, 6, 7, 32):
+        rows = x[: len(x) // columns * columns].view(-1, columns)
+        expected = torch.from_numpy(np.abs(rows.numpy()).max(-1, initial=0.0, keepdims=True))
+        assert differences(largest(rows), expected) == 0
+
+
+@given(fp32_tensors())
+def test_whole_numbers_are_rounded_to_even_and_held(x: Tensor):
+    numbers = x[~x.isnan()]
+    for scaled in (numbers, torch.arange(-300, 300) / 2):
+        assert torch.equal(whole(scaled, -127, 127).to(torch.int8), scaled.round().clamp(-127, 127).to(torch.int8))
+        low = torch.arange(len(scaled), dtype=torch.int32) % 3
+        expected = torch.maximum(scaled.round(), low.float()).clamp(max=255).to(torch.uint8)
+        assert torch.equal(whole(scaled, low, 255).to(torch.uint8), expected)
+    assert (whole(torch.tensor([math.nan, -math.nan]), -5, 5).to(torch.int8).abs() == 5).all()
+
+
 def rounded_up_bits(x: Tensor) -> Tensor:
-    """The bf16 not below x ≥ 0: the next pattern whose low 16 bits are zero."""
-    return from_bits((bits_of(x).numpy().view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000))
+    """The bf16 not below x ≥ 0: its nearest one or the one after."""
+    rounded = x.to(torch.bfloat16)
+    return torch.where(rounded.float() >= x, rounded, (rounded.view(torch.int16) + 1).view(torch.bfloat16)).float()
 
 
 def test_round_up_to_bf16_is_the_next_pattern_for_every_exponent():
     finite = EXPONENTS[EXPONENTS.isfinite()].abs()
-    assert differences(round_up(finite, BF16), rounded_up_bits(finite)) == 0
+    assert differences(round_up(finite), rounded_up_bits(finite)) == 0
     assert round_up(torch.tensor([3.4e38])).isinf().all()
 
 
 @given(fp32_tensors())
 def test_round_up_to_bf16_is_the_next_pattern(x: Tensor):
     x = x[x.isfinite()].abs()
-    assert differences(round_up(x, BF16), rounded_up_bits(x)) == 0
-
-
-@given(fp32_tensors())
-def test_round_up_to_fp16_is_the_next_multiple_of_the_spacing(x: Tensor):
-    x = x[x.abs() < 2.0**16].abs()
-    step = ulp(x, torch.float16)
-    assert torch.equal(round_up(x, FP16).double(), (x.double() / step).ceil() * step)
+    assert differences(round_up(x), rounded_up_bits(x)) == 0
 
 
 def is_correctly_rounded_root(root: Tensor, x: Tensor) -> Tensor:

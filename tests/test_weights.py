@@ -11,8 +11,8 @@ from training import assert_identical, give_gradients
 
 from flashopt_compile import FlashAdamW, FlashOptimizer
 from quant.bounds import split_bound
-from quant.split import Split, spacing_at
-from quant.ulp import NARROW_FLOATS
+from quant.split import Split
+from quant.ulp import NARROW_FLOATS, spacing
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -87,7 +87,7 @@ def test_weights_go_in_to_the_bound_and_out_again_to_the_bit(dtype: torch.dtype,
             assert_identical([exported[name]], [given[name].to(dtype).float()])
             continue
         format = Split(dtype, {24: torch.int8, 32: torch.int16}[bits])
-        ulp_head = spacing_at(parameter.detach(), NARROW_FLOATS[dtype]).double()
+        ulp_head = spacing(parameter.detach().float(), NARROW_FLOATS[dtype]).double()
         ulp_fp32 = torch.nextafter(given[name].abs(), torch.tensor(torch.inf)).double() - given[name].abs().double()
         limit = split_bound(format).function()(ulp_head=ulp_head, ulp_fp32=ulp_fp32)
         assert ((exported[name].double() - given[name].double()).abs() <= limit).all()

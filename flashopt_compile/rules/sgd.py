@@ -5,13 +5,14 @@ Without momentum the two are the same.
 
 import torch
 
-from flashopt_compile.rule import Moved, rule
+from flashopt_compile.rule import Moved, number, rule
 from quant.grouped import SIGNED8
 
 
 def gather(m, g, t, momentum, dampening):
     """The momentum buffer after gradient g, which fills it undamped on the first step, as in torch.optim."""
-    return torch.where(t == 1, g, momentum * m + (1 - dampening) * g)
+    first = t == 1
+    return number(torch.where(first, 0.0, momentum), m) * m + number(torch.where(first, 1.0, 1 - dampening), m) * g
 
 
 @rule()
