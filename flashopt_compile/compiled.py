@@ -1,7 +1,10 @@
 """The only place that compiles: a `Step` becomes one fused kernel, written by Inductor for the device at hand."""
 
+import math
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from itertools import count
 from types import CodeType, FunctionType
@@ -15,6 +18,7 @@ from flashopt_compile.pieces import Piece, lane_phases, row_phases
 from flashopt_compile.step import Numbers, Place, Step
 from flashopt_compile.storage import FLAT_COLUMNS
 from quant.dither import phase_of
+from quant.ulp import scalar_loops
 
 Kernel = Callable[..., None]
 
@@ -105,26 +109,73 @@ def _kernel_in_cache(step: Step, grad_dtype: torch.dtype, device: torch.device, 
             for old, new in zip((new_head, *tensors[2:]), parts, strict=True):
                 old.copy_(new)
 
-        compiled = _compile(kernel, step, {**CPU_OPTIONS, **_vector_options()})
-        compiled(*_example(step, grad_dtype, device), hyper)
+        plain = _plain_loops() if _lacks_vectors(step, grad_dtype) else {}
+        compiled = _compile(kernel, step, {**CPU_OPTIONS, **(plain or _wide_vectors())})
+        with _loops_apart() if plain else nullcontext():
+            compiled(*_example(step, grad_dtype, device), hyper)
         _kernels[key] = compiled
     return _kernels[key]
 
 
+def _lacks_vectors(step: Step, grad_dtype: torch.dtype) -> bool:
+    """Whether Inductor has no fast vectors for a step, and gcc has.
+
+    Inductor has none for int16 (torch 2.13), and those of less than 512 bits load 8 bytes or so through memory. gcc
+    does not vectorize the conversion of fp16.
+    """
+    from torch._inductor import cpu_vec_isa  # takes a second, and compiling imports it anyway
+
+    dtypes = {part.dtype for part in step.storage.step_parts((1, FLAT_COLUMNS), grad_dtype)}
+    narrow = cpu_vec_isa.pick_vec_isa().bit_width() != 512
+    return torch.int16 in dtypes or (narrow and torch.float16 not in dtypes)
+
+
 @cache
-def _vector_options() -> dict[str, str]:
+def _wide_vectors() -> dict[str, str]:
     """Have gcc use whole vectors of 512 bits where Inductor does.
 
     For some processors, Intel's, it prefers halves: it then copies a vector half by half where a float is cast to its
     bits, and what reads it whole waits for both, so that a step takes two and a half times as long. Inductor has no
     option for more flags, but one whose text is put among them.
     """
-    from torch._inductor import config, cpu_vec_isa  # takes a second, and compiling imports it anyway
+    from torch._inductor import config, cpu_vec_isa
 
     contract = config.cpp.enable_floating_point_contract_flag
     if not isinstance(contract, str) or cpu_vec_isa.pick_vec_isa().bit_width() != 512:
         return {}
     return {"cpp.enable_floating_point_contract_flag": f"{contract} -mprefer-vector-width=512"}
+
+
+@cache
+def _plain_loops() -> dict[str, Any]:
+    """Have Inductor write loops over single elements, and gcc vectorize them, as it can for every processor.
+
+    Inductor's flags keep gcc from it; what is said to be the architecture comes after them. Roots that set errno, and
+    loads moved to the end of a loop, would keep it from loops of ours. Nothing where the compiler is another.
+    """
+    from torch._inductor import config, cpp_builder
+
+    march = getattr(config.cpp, "march", "")
+    if sys.platform != "linux" or march == "" or not cpp_builder.is_gcc():
+        return {}
+    flags = "-ftree-loop-vectorize -fno-math-errno -fno-tree-pre"
+    return {"cpp.simdlen": 1, "cpp.march": f"{march or 'native'} {flags}"}
+
+
+@contextmanager
+def _loops_apart() -> Iterator[None]:
+    """Have Inductor put no loop over groups around those over elements: gcc vectorizes either, but not the two."""
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.virtualized import V
+
+    class Apart(InductorChoices):
+        @staticmethod
+        def can_fuse_vertical(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+            elements = [math.prod((*lengths, *reduced)) for _, (lengths, reduced) in (node1.group, node2.group)]
+            return elements[0] == elements[1] and not node1.is_reduction()
+
+    with V.set_choices_handler(Apart()), scalar_loops():
+        yield
 
 
 def _compile(kernel: FunctionType, step: Step, options: dict[str, Any]) -> Kernel:

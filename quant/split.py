@@ -23,6 +23,7 @@ from quant.ulp import (
     nearest,
     nearest_fast,
     overflow,
+    select,
     spacing,
     two_over,
     whole,
@@ -93,8 +94,8 @@ class Split:
         if noise is not None:
             codes = codes + noise * NOISE_UNIT
         still = by == 0
-        rounded = torch.where(still, value, rounded)
-        codes = torch.where(still, tail.to(torch.float32), codes)
+        rounded = select(still, value, rounded)
+        codes = select(still, tail.to(torch.float32), codes)
         return rounded.to(self.head), whole(codes, -self.levels, self.levels).to(self.tail)
 
     def resolution(self, head: Tensor, tail: Tensor) -> Tensor:
@@ -144,7 +145,7 @@ class Rounded:
         if noise is not None:  # of the new binade's ulp: the old one's would push weights down from powers of two
             lost = ((by - (total - value)) * two_over(power)) * steps
             count = count + (lost + noise * NOISE_UNIT)
-        rounded = torch.where(by == 0, value, count.round() * spacing(total, self.narrow))
+        rounded = select(by == 0, value, count.round() * spacing(total, self.narrow))
         return (overflow(rounded, self.narrow).to(self.head),)
 
     def resolution(self, head: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ compiler contracts a multiply and an add into one FMA.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +49,16 @@ def bits_of(x: Tensor) -> Tensor:
 
 def from_bits(bits: Tensor) -> Tensor:
     return bits.view(torch.float32)
+
+
+def select(condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """fp32 x or y, as `torch.where` has it, by masks.
+
+    Of a choice a C++ compiler may make a branch, to skip what only one side needs, and loops with branches are none
+    that it can vectorize.
+    """
+    mask = -condition.to(torch.int32)
+    return from_bits((bits_of(x) & mask) | (bits_of(y) & ~mask))
 
 
 def binade(x: Tensor, narrow: NarrowFloat) -> Tensor:
@@ -90,7 +102,7 @@ def _pushed(x: Tensor, power: Tensor, narrow: NarrowFloat) -> Tensor:
 
 def overflow(rounded: Tensor, narrow: NarrowFloat) -> Tensor:
     """±Inf beyond the largest value of `narrow`, before a cast to it that a compiler may fold away."""
-    return torch.where(rounded.abs() <= narrow.max, rounded, rounded * math.inf)
+    return select(rounded.abs() <= narrow.max, rounded, rounded * math.inf)
 
 
 def round_up(x: Tensor) -> Tensor:
@@ -107,11 +119,29 @@ def with_sign(size: Tensor, x: Tensor) -> Tensor:
 
 def largest(x: Tensor) -> Tensor:
     """The largest |x| of each row, NaN where one is NaN."""
-    if x.device.type == "cpu" and x.shape[-1] % 2 == 0:
-        # Integers have no NaN to mind, as floats have in each step of `amax`; but only floats have a fast last step.
-        first, second = (bits_of(x) & SIZE).unflatten(-1, (2, -1)).unbind(-2)
-        x = from_bits(torch.maximum(first, second))
-    return x.abs().amax(-1, keepdim=True)
+    if x.device.type != "cpu":
+        return x.abs().amax(-1, keepdim=True)
+    # Integers have no NaN to mind, as floats have in each step of `amax`.
+    sizes = bits_of(x) & SIZE
+    if _loops_are_scalar:
+        return from_bits(sizes.amax(-1, keepdim=True))
+    if x.shape[-1] % 2 == 0:  # Inductor's own vectors have a fast last step for floats alone
+        sizes = torch.maximum(*sizes.unflatten(-1, (2, -1)).unbind(-2))
+    return from_bits(sizes).abs().amax(-1, keepdim=True)
+
+
+_loops_are_scalar = False
+
+
+@contextmanager
+def scalar_loops() -> Iterator[None]:
+    """Trace for a compiler that vectorizes Inductor's loops itself: the same bits by other operations."""
+    global _loops_are_scalar
+    before, _loops_are_scalar = _loops_are_scalar, True
+    try:
+        yield
+    finally:
+        _loops_are_scalar = before
 
 
 # Added to a number of less than 2^22, it pushes the fraction off the end of the significand: what is left there is

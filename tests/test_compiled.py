@@ -1,7 +1,9 @@
 """How often we compile: one graph for each step, whatever the numbers, the sizes and the schedules."""
 
+import re
 from collections.abc import Iterator
 from itertools import cycle, islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,10 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch.optim.lr_scheduler import OneCycleLR
 from training import assert_identical, give_gradients, parameters, stored, train
 
-from flashopt_compile import FlashAdamW, FlashOptimizer, FlashSGD, compiled, rule
+from flashopt_compile import FlashAdamW, FlashLion, FlashOptimizer, FlashSGD, compiled, rule
+from flashopt_compile.rules.adamw import adamw
+from flashopt_compile.step import Step
+from flashopt_compile.storage import storage_of
 
 BF16 = torch.bfloat16
 # 15 shapes of whole groups, 40 tensors, among them one of a single group's height and ones of three and four dims.
@@ -145,7 +150,42 @@ def test_eager_compiles_nothing():
 def test_gcc_is_told_to_use_vectors_as_wide_as_inductors():
     """Or casts between floats and bits, of which steps are made, would go through memory half by half."""
     isa = pick_vec_isa()
-    with inductor_config.patch(compiled._vector_options()):
+    with inductor_config.patch(compiled._wide_vectors()):
         flags = " ".join(CppTorchOptions(vec_isa=isa).get_cflags())
     assert ("-mprefer-vector-width=512" in flags) == (isa.bit_width() == 512)
     assert "ffp-contract=off" in flags
+
+
+@pytest.mark.skipif(not compiled._plain_loops(), reason="gcc on Linux alone is told to vectorize")
+@pytest.mark.parametrize(
+    ("kind", "options"), [(FlashAdamW, {}), (FlashSGD, {"momentum": 0.9, "weight_decay": 0.1}), (FlashLion, {})]
+)
+def test_without_inductors_vectors_gcc_vectorizes_every_loop_to_the_eager_bits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: Any, options: dict[str, Any]
+):
+    """As on processors without AVX-512; a loop that it left out would take ten times as long."""
+    report, plain = tmp_path / "loops", compiled._plain_loops()
+    march = f"{plain['cpp.march']} -fopt-info-vec-optimized={report}"
+    monkeypatch.setattr(compiled, "_lacks_vectors", lambda *_: True)
+    monkeypatch.setattr(compiled, "_plain_loops", lambda: {**plain, "cpp.march": march})
+    monkeypatch.setattr(compiled, "_kernels", {})
+    ours, theirs = (kind(parameters([(64, 64), (40, 75)]), lr=0.05, eager=eager, **options) for eager in (False, True))
+    for number in range(3):
+        for optimizer in (ours, theirs):
+            give_gradients(optimizer.param_groups[0]["params"], number)
+            optimizer.step()
+        assert_identical(stored(ours), stored(theirs))
+    found = re.findall(r"^(.*):(\d+):\d+: optimized: loop vectorized", report.read_text(), re.MULTILINE)
+    source = Path(found[0][0]).read_text()
+    nests = re.split(r"#pragma omp for\b", source)[1:]
+    assert len({line for _, line in found}) == len(nests) > 3 and "at::vec" not in source
+
+
+def test_tails_of_16_bits_are_left_to_gcc_and_fp16_is_not():
+    def lacks(dtype: torch.dtype, bits: int) -> bool:
+        step = Step.of(adamw, storage_of(adamw, dtype, (64, 64), bits, True), "dither", False)
+        return compiled._lacks_vectors(step, dtype)
+
+    assert lacks(torch.bfloat16, 32)
+    assert not lacks(torch.float16, 24)
+    assert lacks(torch.bfloat16, 24) == (pick_vec_isa().bit_width() != 512)

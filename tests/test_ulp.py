@@ -16,6 +16,8 @@ from quant.ulp import (
     nearest,
     nearest_fast,
     round_up,
+    scalar_loops,
+    select,
     spacing,
     sqrt,
     two_over,
@@ -88,6 +90,14 @@ def test_the_largest_of_a_row(x: Tensor):
         rows = x[: len(x) // columns * columns].view(-1, columns)
         expected = torch.from_numpy(np.abs(rows.numpy()).max(-1, initial=0.0, keepdims=True))
         assert differences(largest(rows), expected) == 0
+        with scalar_loops():
+            assert differences(largest(rows), expected) == 0
+
+
+@given(fp32_tensors())
+def test_select_is_where(x: Tensor):
+    for condition in (x > 1, x.isnan(), x == 0):
+        assert differences(select(condition, x, -x), torch.where(condition, x, -x)) == 0
 
 
 @given(fp32_tensors())
