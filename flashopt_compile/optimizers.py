@@ -26,6 +26,11 @@ class FlashAdam(FlashOptimizer, rule=adam.adam):
     torch_names: ClassVar[dict[str, str]] = ADAM_NAMES
     namesake: ClassVar[type[Any] | None] = torch.optim.Adam
 
+    @classmethod
+    def rule_of(cls, group: dict[str, Any]) -> Rule:
+        # Without decay the two are the same; but AdamW's moments, which are gone through twice, need no weights.
+        return adam.adam if group["weight_decay"] else adamw.adamw
+
 
 class FlashLion(FlashOptimizer, rule=lion.lion):
     """Lion: 4.07 bytes per parameter beside the gradient, for a bf16 model."""
@@ -42,8 +47,8 @@ class FlashSGD(FlashOptimizer, rule=sgd.sgd_momentum, nesterov=False):
 
     @classmethod
     def rule_of(cls, group: dict[str, Any]) -> Rule:
-        if not group["momentum"]:
-            return sgd.sgd
+        if not group["momentum"] or not group["weight_decay"]:
+            return FlashSGDW.rule_of(group)  # the same, but with moments that need no weights, as in FlashAdam
         return sgd.sgd_nesterov if group["nesterov"] else sgd.sgd_momentum
 
 

@@ -495,3 +495,24 @@ def test_signature_shows_every_argument(optimizer: type[FlashOptimizer]):
     assert names[0] == "params"
     assert names[-1] == "eager"
     assert {*optimizer.hyper, "master_weight_bits", "quantize", "rounding", "maximize"} < set(names)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "options"),
+    [
+        (FlashSGD, torch.optim.SGD, {"momentum": 0.9, "dampening": 0.1}),
+        (FlashSGD, torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+        (FlashAdam, torch.optim.Adam, {}),
+    ],
+)
+def test_a_penalty_may_come_and_go(ours: Any, theirs: Any, options: dict[str, Any]):
+    """Without one, moments are kept by rules that leave the weights out."""
+    start = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
+    one, other = Parameter(start.clone()), Parameter(start.clone())
+    optimizers = ours([one], lr=0.05, quantize=False, eager=True, **options), theirs([other], lr=0.05, **options)
+    for step, decay in enumerate([0.0, 0.0, 0.3, 0.3, 0.0]):
+        for parameter, optimizer in zip((one, other), optimizers, strict=True):
+            optimizer.param_groups[0]["weight_decay"] = decay
+            parameter.grad = torch.randn(40, 64, generator=torch.Generator().manual_seed(step + 1))
+            optimizer.step()
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
