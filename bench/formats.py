@@ -11,8 +11,8 @@ from torch import Tensor
 from bench.machine import describe_machine
 from quant.bounds import GROUPS
 from quant.compand import SOFTSIGN
-from quant.dither import NOISE_UNIT
 from quant.grouped import SIGNED8, Grouped
+from quant.ulp import STATE_NOISE_BITS
 
 GROUP_COUNT = 2**15
 GOAL = 10.0
@@ -96,7 +96,7 @@ def compare_companders(signed: bool, data: dict[str, Tensor], random: torch.Gene
     kind = "momentum-like, int8" if signed else "variance-like, uint8"
     print(f"\nCompanders, {kind}: mean over groups of RMS error / RMS value, nearest | dither")
     print(f"  {'':<14}" + "".join(f"{name:>20}" for name in data))
-    noise = (torch.rand(GROUP_COUNT, 32, generator=random) - 0.5) / NOISE_UNIT
+    noise = torch.randint(2**STATE_NOISE_BITS, (GROUP_COUNT, 32), generator=random, dtype=torch.int32)
     for format in (each for each in GROUPS if each.signed == signed):
         cells = (f"{rms_error(format, x, None):.3%} | {rms_error(format, x, noise):.3%}" for x in data.values())
         print(f"  {format.compander.name:<14}" + "".join(f"{cell:>20}" for cell in cells))

@@ -15,9 +15,9 @@ from bench.machine import describe_machine
 from bench.transformer import Plan, new_model, standard_library, train
 from flashopt_compile.rules.adamw import adamw
 from quant.compand import FOURTH_ROOT, SIGNED_ROOT, SOFTSIGN, SQUARE_ROOT, Compander, mu_law, root
-from quant.dither import NOISE_UNIT
 from quant.format import Format, Raw
 from quant.grouped import Grouped
+from quant.ulp import STATE_NOISE_BITS
 
 PAGE = Path(__file__).parent.parent / "docs" / "formats.md"
 COUNTED_STEPS = 100  # at the end of a trace
@@ -47,7 +47,9 @@ class Outcome:
 def stored(format: Format, x: Tensor, rounding: str, random: torch.Generator) -> Tensor:
     if isinstance(format, Raw):
         return x
-    noise = (torch.rand(x.shape, generator=random) - 0.5) / NOISE_UNIT if rounding == "dither" else None
+    noise = None
+    if rounding == "dither":
+        noise = torch.randint(2**STATE_NOISE_BITS, x.shape, generator=random, dtype=torch.int32)
     return format.decode(*format.encode(x, noise))
 
 

@@ -8,12 +8,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from flashopt_compile.pieces import Piece, lane_phases
+from flashopt_compile.pieces import Form, Piece
 from flashopt_compile.step import Numbers, Place, Step
-from quant.dither import phase_of
 
 # Elements worked on at once: enough to hide the cost of a call, few enough for the second pass to find them in cache.
-CHUNK_ELEMENTS = 1 << 21
+CHUNK_ELEMENTS = 1 << 22
 # Parameters with fewer are copied together: a call costs more than the copies.
 SMALL_ELEMENTS = 1 << 16
 
@@ -24,6 +23,12 @@ def works_in_cache(device: torch.device) -> bool:
 
 
 Run = Callable[[Step, Sequence[Tensor], Tensor, Place, Numbers], None]
+GroupsPerRow = Callable[[Step, torch.dtype, torch.device], int]
+
+
+def one_group(step: Step, grad_dtype: torch.dtype, device: torch.device) -> int:
+    """For a `Run` to which the form of a block is all the same."""
+    return 1
 
 
 class Pack:
@@ -34,12 +39,14 @@ class Pack:
     are copied to and fro: those of rows that end in short groups, which a block pads, and parts of large parameters.
     """
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[Piece], form: Form) -> None:
         self.pieces = pieces
+        self._form = form
         head = pieces[0].stored[0]
-        self._size, self._rows = pieces[0].group_size, sum(piece.rows for piece in pieces)
+        rows = sum(piece.rows for piece in pieces)
+        self._size, self._rows = pieces[0].group_size, form.padded(rows)
         phases = torch.cat([piece.phases() for piece in pieces])
-        self.place = Place(phase_of(0), (phases, lane_phases(self._size, head.device)))
+        self.place = form.place(0, torch.nn.functional.pad(phases, (0, 0, 0, self._rows - rows)), self._size)
         self._views: dict[tuple[str, torch.dtype], tuple[Tensor, list[Tensor]]] = {}
         self._heads = [piece.stored[0] for piece in pieces]
         self._head_block, self._head_places = self._scratch("head", head.dtype, head.device)
@@ -62,7 +69,7 @@ class Pack:
             grad_block.zero_()
         copy_all(self._head_places, self._heads)
         copy_all(grad_places, grads)
-        return [self._head_block, grad_block, *self._rest]
+        return list(map(self._form.join, (self._head_block, grad_block, *self._rest)))
 
     def write_back(self) -> None:
         """Copy the head, and what else is not of this memory, to where it came from."""
@@ -84,8 +91,9 @@ class Pack:
                     self._guest_places.append(place)
             self._rest.append(whole)
             if not is_scale:
-                parts = whole.split([piece.rows for piece in self.pieces])
-                self._padding += [piece.beyond(part) for piece, part in zip(self.pieces, parts, strict=True)]
+                self._padding += [
+                    piece.beyond(part) for piece, part in zip(self.pieces, self._parts(whole), strict=True)
+                ]
         self._padding = [tensor for tensor in self._padding if tensor.numel()]
         for piece in self.pieces:
             piece.home = self
@@ -102,11 +110,15 @@ class Pack:
 
     def _places(self, whole: Tensor, shapes: Sequence[torch.Size], is_scale: bool = False) -> list[Tensor]:
         """The parts of a block that belong to each piece, in its shape."""
-        parts = whole.split([piece.rows for piece in self.pieces])
         return [
             part.view(shape) if is_scale else piece.within(part, shape)
-            for piece, part, shape in zip(self.pieces, parts, shapes, strict=True)
+            for piece, part, shape in zip(self.pieces, self._parts(whole), shapes, strict=True)
         ]
+
+    def _parts(self, whole: Tensor) -> Sequence[Tensor]:
+        """The rows of a block that belong to each piece."""
+        rows = [piece.rows for piece in self.pieces]
+        return whole[: sum(rows)].split(rows)
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -127,6 +139,7 @@ class Waiting:
     step: Step
     t: Tensor
     hyper: Numbers
+    form: Form
     pieces: list[Piece] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     rows: int = 0
@@ -138,8 +151,9 @@ class Batch:
     `packs` is for the caller to keep from step to step, while the pieces last: how those blocks are put together.
     """
 
-    def __init__(self, run: Run, packs: dict[tuple[int, ...], Pack]) -> None:
+    def __init__(self, run: Run, packs: dict[tuple[int, ...], Pack], groups_per_row: GroupsPerRow = one_group) -> None:
         self._run = run
+        self._groups_per_row = groups_per_row
         self._packs = packs
         self._waiting: dict[tuple[int, int, float, torch.dtype], Waiting] = {}
 
@@ -150,7 +164,8 @@ class Batch:
         key = id(step), id(hyper), t.item(), grad.dtype
         waiting = self._waiting.get(key)
         if waiting is None:
-            waiting = self._waiting[key] = Waiting(step, t, hyper)
+            groups = self._groups_per_row(step, grad.dtype, grad.device)
+            waiting = self._waiting[key] = Waiting(step, t, hyper, Form(CHUNK_ELEMENTS // piece.group_size, groups))
         if piece.elements <= SMALL_ELEMENTS:
             self._wait(waiting, piece, grad)
         elif not (piece.stored[0].is_contiguous() and grad.is_contiguous()):
@@ -174,7 +189,7 @@ class Batch:
             self._step_together(waiting)
 
     def _wait(self, waiting: Waiting, piece: Piece, grad: Tensor) -> None:
-        if waiting.rows + piece.rows > CHUNK_ELEMENTS // piece.group_size:
+        if waiting.rows + piece.rows > waiting.form.rows:
             self._step_together(waiting)
         waiting.pieces.append(piece)
         waiting.grads.append(grad)
@@ -190,27 +205,23 @@ class Batch:
             self._run(waiting.step, block, waiting.t, Place.at(piece.start + start), waiting.hyper)
 
     def _step_in_place(self, waiting: Waiting, piece: Piece, grad: Tensor) -> None:
-        size, length = piece.group_size, CHUNK_ELEMENTS // piece.group_size
-        grad = grad.view(-1, size)
-        grads = grad.split(length) if grad.shape[0] > length else (grad,)
-        for grad, (head, *rest), place in zip(grads, piece.chunks(length), piece.places(length), strict=True):
-            if head.shape[0] > 1:
-                self._run(waiting.step, [head, grad, *rest], waiting.t, place, waiting.hyper)
-            else:  # Dynamo tells sizes of 1 apart
-                last = piece.position(piece.rows - 1)
-                self._wait(waiting, Piece([head, *rest], piece.scales, last, size, size), grad)
+        form = waiting.form
+        for grads, (head, *rest), place in zip(
+            piece.cut(grad, False, form), piece.chunks(form), piece.places(form), strict=True
+        ):
+            self._run(waiting.step, [head, grads, *rest], waiting.t, place, waiting.hyper)
+        for place, group in piece.left_over(form):
+            self._wait(waiting, group, grad.view(-1)[place])
 
     def _step_together(self, waiting: Waiting) -> None:
         pieces, grads = waiting.pieces, waiting.grads
         waiting.pieces, waiting.grads, waiting.rows = [], [], 0
         if not pieces:
             return
-        if len(pieces) == 1 and pieces[0].rows == 1:
-            pieces, grads = pieces * 2, grads * 2  # Dynamo tells sizes of 1 apart: a single row goes twice
-        key = threading.get_ident(), *map(id, pieces)
+        key = threading.get_ident(), waiting.form.groups, *map(id, pieces)
         pack = self._packs.get(key)
         if pack is None:
-            pack = Pack(pieces)
+            pack = Pack(pieces, waiting.form)
             if all(piece.is_whole for piece in pieces):  # the others are new each time
                 self._packs[key] = pack
         block = pack.block(grads)

@@ -167,7 +167,7 @@ class FlashOptimizer(torch.optim.Optimizer):
                 head, *rest = entry.piece.stored
                 tensors = [head, gradient(parameter), *rest]
                 numerics.check_numerics(name, entry.step, tensors, state["step"] + 1, numbers[id(group)])
-        batch = Batch(Step.__call__ if self.eager else compiled.run, self._packs)
+        batch = Batch(Step.__call__, self._packs) if self.eager else compiled.batch(self._packs)
         self._count = Count.up(self._count, tuple(state["step"] for *_, state in work))
         for entry, (group, _, parameter, state) in zip(entries, work, strict=True):
             batch.add(entry.step, entry.piece, gradient(parameter), state["step"], numbers[id(group)])

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from flashopt_compile.step import Place, Step
-from flashopt_compile.storage import FLAT_COLUMNS
 from quant.dither import phase_of, phases_of
 
 
@@ -34,8 +33,7 @@ class Piece:
     @classmethod
     def of(cls, step: Step, stored: Sequence[Tensor], start: int = 0, row_starts: Tensor | None = None) -> "Piece":
         """A whole parameter, or what a process has of one."""
-        head, grouped = stored[0], step.storage.grouped
-        size = FLAT_COLUMNS if grouped is None else grouped.group_size
+        head, grouped, size = stored[0], step.storage.grouped, step.storage.group_size
         if row_starts is not None:
             columns = head.numel() // max(1, len(row_starts))
         else:
@@ -63,15 +61,28 @@ class Piece:
         """The view of the padding in the block's rows."""
         return rows.view(-1, self.columns + self.padding)[:, self.columns :]
 
-    def chunks(self, rows: int) -> list[list[Tensor]]:
-        """All parts of a contiguous piece without padding as blocks of so many rows."""
+    def cut(self, tensor: Tensor, is_scale: bool, form: "Form") -> Sequence[Tensor]:
+        """A contiguous tensor of the piece, which has no padding, as blocks; without the rows that are left over."""
+        columns, rows = 1 if is_scale else self.group_size, form.whole(self.rows)
+        whole = tensor.view(-1)[: rows * columns].view(-1, form.groups * columns)
+        return whole.split(form.rows // form.groups) if rows else ()
+
+    def chunks(self, form: "Form") -> list[list[Tensor]]:
+        """All parts of a contiguous piece without padding as blocks."""
         if self._chunks is None:
-            parts = (
-                tensor.view(-1, 1 if is_scale else self.group_size).split(rows)
-                for tensor, is_scale in zip(self.stored, self.scales, strict=True)
-            )
+            parts = (self.cut(*each, form) for each in zip(self.stored, self.scales, strict=True))
             self._chunks = [list(chunk) for chunk in zip(*parts, strict=True)]
         return self._chunks
+
+    def left_over(self, form: "Form") -> Iterator[tuple[slice, "Piece"]]:
+        """The groups that `chunks` leaves out, a piece each, and where they lie."""
+        for row in range(form.whole(self.rows), self.rows):
+            place = slice(row * self.group_size, (row + 1) * self.group_size)
+            stored = [
+                tensor.view(-1)[row : row + 1] if is_scale else tensor.view(-1)[place]
+                for tensor, is_scale in zip(self.stored, self.scales, strict=True)
+            ]
+            yield place, Piece(stored, self.scales, self.position(row), self.group_size, self.group_size)
 
     def slabs(self, elements: int) -> Iterator[tuple[slice, "Piece"]]:
         """The piece in parts of about so many elements, cut along the first dim."""
@@ -110,22 +121,23 @@ class Piece:
         """Of the first element of one of the block's rows, of a piece without padding."""
         return self.start + row * self.group_size if self.row_starts is None else int(self.starts(row, row + 1))
 
-    def places(self, rows: int) -> Iterable[Place]:
+    def places(self, form: "Form") -> Iterable[Place]:
         """Of each of `chunks`; kept, but for those of a piece with `row_starts`, which take memory."""
+        firsts = range(0, form.whole(self.rows), form.rows)
         if self.row_starts is not None:
-            return (self._place(first, rows) for first in range(0, self.rows, rows))
+            return (self._place(first, form) for first in firsts)
         if self._places is None:
-            self._places = [self._place(first, rows) for first in range(0, self.rows, rows)]
+            self._places = [self._place(first, form) for first in firsts]
         return self._places
 
-    def _place(self, first: int, rows: int) -> Place:
-        """Of up to so many of the block's rows, from `first` on."""
-        count, device = min(rows, self.rows - first), self.stored[0].device
-        lanes = lane_phases(self.group_size, device)
+    def _place(self, first: int, form: "Form") -> Place:
+        """Of a block that begins with the row `first`."""
+        count, device = min(form.rows, form.whole(self.rows) - first), self.stored[0].device
         if self.row_starts is None:
-            following = row_phases(rows, self.group_size, self.group_size, device)
-            return Place(phase_of(self.position(first)), (following[:count], lanes))
-        return Place(phase_of(0), (phases_of(self.starts(first, first + count)), lanes))
+            start, rows = self.position(first), row_phases(form.rows, self.group_size, self.group_size, device)[:count]
+        else:
+            start, rows = 0, phases_of(self.starts(first, first + count))
+        return form.place(start, rows, self.group_size)
 
     def phases(self) -> Tensor:
         """Of the first elements of the block's rows."""
@@ -133,6 +145,34 @@ class Piece:
             return phases_of(self.starts(0, self.rows))
         rows = row_phases(self.elements // self.columns, self.columns, self.group_size, self.stored[0].device)
         return rows + phase_of(self.start).to(rows.device) if self.start else rows
+
+
+@dataclass(frozen=True)
+class Form:
+    """What blocks a kernel takes: of up to so many rows of one group, several of which it takes as one.
+
+    A block has at least two of those, as Dynamo tells sizes of 1 apart.
+    """
+
+    rows: int
+    groups: int = 1
+
+    def whole(self, rows: int) -> int:
+        """How many of a piece's rows make blocks."""
+        whole = rows - rows % self.groups
+        return whole - self.groups if whole % self.rows == self.groups else whole
+
+    def padded(self, rows: int) -> int:
+        """How many rows a block has that is to have so many at least."""
+        return max(2, -(-rows // self.groups)) * self.groups
+
+    def join(self, rows: Tensor) -> Tensor:
+        """Rows of one group as the kernel takes them."""
+        return rows.view(-1, self.groups * rows.shape[-1]) if self.groups > 1 else rows
+
+    def place(self, start: int, rows: Tensor, group_size: int) -> Place:
+        """Of a block whose first row is at `start`, given the phases of its rows."""
+        return Place(phase_of(start), (self.join(rows), lane_phases(group_size, self.groups, rows.device)))
 
 
 @cache
@@ -143,5 +183,5 @@ def row_phases(rows: int, columns: int, group_size: int, device: torch.device) -
 
 
 @cache
-def lane_phases(group_size: int, device: torch.device) -> Tensor:
-    return phases_of(torch.arange(group_size, device=device))
+def lane_phases(group_size: int, groups: int, device: torch.device) -> Tensor:
+    return phases_of(torch.arange(group_size, device=device)).repeat(groups)

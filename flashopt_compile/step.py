@@ -10,9 +10,9 @@ from torch import Tensor
 
 from flashopt_compile.rule import Moved, Rule
 from flashopt_compile.storage import Storage
-from quant.dither import block_phases, mix_phases, noise, phase_of, phases_of
+from quant.dither import block_phases, mix_phases, noise, phase_of, phases_of, step_phase
 from quant.grouped import Grouped
-from quant.ulp import once
+from quant.ulp import once, spread
 
 Numbers = dict[str, Any]
 
@@ -38,10 +38,12 @@ class Place(NamedTuple):
         """Of a view whose first element is at `start`; a number on the CPU, which kernels of any device take."""
         return cls(phase_of(start))
 
-    def phases(self, block: Tensor) -> Tensor:
-        """Of all elements of the block."""
+    def phases(self, block: Tensor, step: Tensor) -> Tensor:
+        """Of all elements of the block at a step."""
         rows, lanes = self.terms or block_phases(block)
-        return (self.start + rows) + lanes
+        if self.terms:  # Inductor is to see that there are as many as the block has
+            rows = rows.expand(*block.shape[:-1], -1)
+        return spread(once(self.start + step_phase(step), by=block) + rows, block) + lanes
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ class Step:
     ) -> tuple[tuple[Tensor, ...], Tensor]:
         """The new parts of a block (head, then the rest in storage order), and by how much its weight moves.
 
-        `tensors` is head, gradient, then the rest; where states are grouped, their last dim is one group.
+        `tensors` is head, gradient, then the rest; where states are grouped, their last dim is one group, or as many as
+        there are scales.
         """
         head, grad, *stored = tensors
         weight, formats = self.storage.weight, [format for _, format in self.storage.states]
@@ -78,21 +81,22 @@ class Step:
         weight_parts, stored = (head, *stored[:beside]), stored[beside:]
         w = weight.decode(*weight_parts)
         g = grad.to(torch.float32)
-        states = []
+        states, groups = [], []
         for format in formats:
-            states.append(format.decode(*stored[: len(format.names)]))
-            stored = stored[len(format.names) :]
+            own, stored = stored[: len(format.names)], stored[len(format.names) :]
+            states.append(format.decode(*own))
+            groups.append(own[-1].shape[-1:] if isinstance(format, Grouped) else ())
 
         moved, *states = self.rule(w, -g if self.maximize else g, *states, t, **hyper)
         by = moved.by if isinstance(moved, Moved) else moved - w
 
         drawn: list[Tensor | None] = [None] * (1 + len(states))
         if self.rounding == "dither":
-            bits = mix_phases(place.phases(head), t.to(torch.int32))
-            drawn = [noise(bits, stream) for stream in range(len(drawn))]
+            bits = mix_phases(place.phases(head, t.to(torch.int32)))
+            drawn = [noise(bits, state) for state in range(len(drawn))]
         parts = list(weight.advance(*weight_parts, by, drawn[0]))
-        for format, state, each in zip(formats, states, drawn[1:], strict=True):
-            parts += format.encode(state, each)
+        for format, state, each, count in zip(formats, states, drawn[1:], groups, strict=True):
+            parts += format.encode(state, each, *count)
         return tuple(parts), by
 
     def __call__(self, tensors: Sequence[Tensor], t: Tensor, place: Place, hyper: Numbers) -> None:

@@ -58,6 +58,11 @@ class Storage:
         return next((format for _, format in self.states if isinstance(format, Grouped)), None)
 
     @property
+    def group_size(self) -> int:
+        """The length of the rows a block consists of."""
+        return FLAT_COLUMNS if self.grouped is None else self.grouped.group_size
+
+    @property
     def scales(self) -> tuple[bool, ...]:
         """Which of the head and the tensors of `parts` hold one number a group."""
         beside = (False,) * len(self.weight.names)

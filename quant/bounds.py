@@ -122,8 +122,8 @@ def grouped_bound(format: Grouped, rounding: str = "nearest") -> Bound:
 def mean_error() -> sympy.Expr:
     """The mean error of a dithered code, derived: y = n + f becomes n + 1 with odds f, else n.
 
-    So it is for tails, where noise of one code is added before rounding to nearest; companded codes are left
-    alone within `quant.dither.DITHER_MARGIN` of a whole number, which is the most their mean can be off.
+    The fraction f is first rounded to as many bits as the noise has, half of the last of which is the most that the
+    mean can be off: it keeps whole codes whole, which fp32 arithmetic moves by less.
     """
     n, f = sympy.symbols("n f", real=True)
     return sympy.simplify((1 - f) * n + f * (n + 1) - (n + f))

@@ -13,7 +13,7 @@ import torch
 from sympy.printing.pycode import PythonCodePrinter
 from torch import Tensor
 
-from quant.ulp import once, sqrt, with_sign
+from quant.ulp import once, spread, sqrt, with_sign
 
 X = sympy.Symbol("x", real=True)
 Y = sympy.Symbol("y", positive=True)
@@ -115,7 +115,7 @@ class Compander:
         if exact_roots and all(_compresses(merged, scale) for scale in _ORDINARY_SCALES):
             return merged
         of_ratio = _torch_function(phi, self.odd)  # powers of scale and value would overflow, or round badly
-        return lambda value, scale: of_ratio(value / scale, scale)
+        return lambda value, scale: of_ratio(value / spread(scale, value), scale)
 
     def _expander(self, levels: int) -> TorchFunction:
         if self._degree:
@@ -135,7 +135,7 @@ class Compander:
             root = scale
             for _ in range(squares):
                 root = sqrt(root)
-            y = power = codes * once(root * (1 / levels))
+            y = power = codes * spread(once(root * (1 / levels)), codes)
             if self.odd and squares == 1:
                 return y * y.abs()
             for _ in range(squares):
@@ -188,8 +188,9 @@ def _torch_function(expression: sympy.Expr, odd: bool, unit: float = 1.0) -> Tor
             element = "value" if slope == 1 else f"value * ({text(slope)})" if finite else f"value.sign() * {element}"
     if bottom != 1:
         element += f" / ({text(bottom)})"
-    if "scale" in group and group != "scale":
-        group = f"once({group})"
+    element = element.replace("scale", "spread(scale, value)")
+    if "scale" in group:
+        group = f"spread({group if group == 'scale' else f'once({group})'}, value)"
     if signed:
         body = f"with_sign({group} * {element}, value)"
     else:
@@ -197,9 +198,8 @@ def _torch_function(expression: sympy.Expr, odd: bool, unit: float = 1.0) -> Tor
     body = body.replace(str(VALUE), "value.abs()" if odd else "value")
     if unit != 1:
         body = body.replace("value", f"(value * {unit!r})")
-    return eval(
-        f"lambda value, scale: {body}", {"sqrt": sqrt, "square": torch.square, "with_sign": with_sign, "once": once}
-    )
+    names = {"sqrt": sqrt, "square": torch.square, "with_sign": with_sign, "once": once, "spread": spread}
+    return eval(f"lambda value, scale: {body}", names)
 
 
 class _TorchPrinter(PythonCodePrinter):

@@ -7,34 +7,38 @@ so a resumed or resharded run continues bit for bit.
 import torch
 from torch import Tensor
 
-from quant.ulp import once
+from quant.ulp import STATE_NOISE_BITS, WEIGHT_NOISE_BITS, once
 
 # Odd constants of 32 bits, as the signed numbers int32 tensors take: Knuth's and Weyl's for the counters,
-# the two of the "lowbias32" finalizer, and one per stream.
+# one of the "lowbias32" finalizer, and one per word of noise.
 INDEX_STRIDE = -1640531535
 STEP_STRIDE = 1013904223
 MIX = 2146121005
-NOISE_UNIT = 2.0**-32  # noise comes as whole numbers: those who add it have a factor of their own to multiply in
-# A code whose value comes back unchanged is off by up to 8e-5 of a code after fp32 arithmetic: dither leaves it be.
-DITHER_MARGIN = 2.0**-13
-STREAMS = (-2073254261, 747796405, -1028477387, 1540483477, -862048943, 461845907)
+WORDS = (-2073254261, 747796405)
+# The streams that noise is drawn in, the weight's and those of up to five states: of which word, from which bit on, and
+# how many bits. Where two share bits, they are the highest of the one and the lowest of the other.
+STREAMS = (
+    (0, 18, WEIGHT_NOISE_BITS),
+    *((word, shift, STATE_NOISE_BITS) for word, shift in ((0, 9), (0, 0), (1, 20), (1, 10), (1, 0))),
+)
 
 
 def mix(index: Tensor, step: Tensor) -> Tensor:
     """32 well-mixed bits for each int32 `index` at the int32 `step`, to draw streams from."""
-    return mix_phases(phases_of(index), step)
+    return mix_phases(phases_of(index) + step_phase(step))
 
 
-def mix_phases(phases: Tensor, step: Tensor) -> Tensor:
-    """`mix` of the indices whose products with INDEX_STRIDE, modulo 2^32, are `phases`."""
-    bits = phases + once(_times(step, STEP_STRIDE), by=phases)
+def mix_phases(phases: Tensor) -> Tensor:
+    """`mix` of the indices and steps whose phases, the products with their strides modulo 2^32, add to `phases`."""
+    bits = phases
     bits = (bits ^ ((bits >> 16) & 0xFFFF)) * MIX
     return bits ^ ((bits >> 15) & 0x1FFFF)
 
 
 def noise(bits: Tensor, stream: int) -> Tensor:
-    """fp32 numbers even over ±1/2, in NOISE_UNITs; each stream is a different draw from the same bits."""
-    return (bits * STREAMS[stream]).to(torch.float32)
+    """int32 numbers of as many bits as the stream has; each stream is a different draw from the same `mix`."""
+    word, shift, count = STREAMS[stream]
+    return ((bits * WORDS[word]) >> shift) & (2**count - 1)
 
 
 def phases_of(index: Tensor) -> Tensor:
@@ -42,6 +46,11 @@ def phases_of(index: Tensor) -> Tensor:
     # An operation on bits ends Inductor's algebra of indices, which would multiply the constants of an index and ours
     # to one of more than 32 bits, and Triton refuses to multiply an index by such.
     return _times(index.to(torch.int64) & -1, INDEX_STRIDE)
+
+
+def step_phase(step: Tensor) -> Tensor:
+    """What `mix_phases` takes for the int32 `step`."""
+    return _times(step, STEP_STRIDE)
 
 
 def phase_of(index: int) -> Tensor:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from quant.compand import FOURTH_ROOT, LINEAR, SIGNED_ROOT, SOFTSIGN, SQUARE_ROOT, Compander
-from quant.dither import DITHER_MARGIN, NOISE_UNIT, block_phases, mix_phases, noise, phases_of
+from quant.dither import block_phases, mix_phases, noise, phases_of, step_phase
 from quant.format import Part, check_dtype
-from quant.ulp import bits_of, largest, once, round_up, whole
+from quant.ulp import largest, once, round_up, spread, whole
 
 MIN_SCALE = 2.0**-118  # below, 127/scale would overflow
 # A largest value so little above a scale keeps it. Rounding alone may have brought it there: scales would creep up as a
@@ -129,20 +129,18 @@ class Grouped:
             "scales": Part(self.rows(shape).scales_shape, torch.bfloat16),
         }
 
-    def encode(self, x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Codes and scales of a block whose last dim is one group.
+    def encode(self, x: Tensor, noise: Tensor | None = None, groups: int = 1) -> tuple[Tensor, Tensor]:
+        """Codes and scales of a block whose last dim is one group, or so many.
 
         Rounds to the nearest code or, given `noise`, up or down with the odds that make the code right on average.
         """
-        size = largest(x)
+        size = largest(x, groups)
         finite = size <= self.compander.largest_scale(self.levels)
         scale = once(round_up(size.clamp(min=MIN_SCALE) * (1 - SLACK)))
-        codes = self._compress(x, scale)
-        if noise is not None:
-            codes = codes + noise * ((1 - 2 * DITHER_MARGIN) * NOISE_UNIT)
-        least = -self.levels if self.signed else bits_of(x).clamp(max=1)  # 1 unless x is 0
         kept = once(-finite.to(torch.int32))  # all bits or none
-        codes = whole(codes, least, self.levels) & kept
+        never_zero = None if self.signed else x
+        codes = whole(self._compress(x, scale), -self.levels, self.levels, noise, never_zero=never_zero)
+        codes = codes & spread(kept, x)
         scale = torch.where(finite, torch.where(size > 0, scale, 0.0), math.nan)
         return codes.to(self.dtype), scale.to(torch.bfloat16)
 
@@ -197,8 +195,8 @@ def quantize(
         for block, codes, scales, start in zip(rows.blocks(source), *stored_blocks, rows.starts, strict=True):
             drawn = None
             if rounding == "dither":
-                phases = sum(block_phases(block), phases_of(torch.tensor(start, device=x.device)))
-                drawn = noise(mix_phases(phases, torch.tensor(step, dtype=torch.int32, device=x.device)), stream=0)
+                start_phase, step_phases = phases_of(torch.tensor(start)), step_phase(torch.tensor(step))
+                drawn = noise(mix_phases(sum(block_phases(block), start_phase + step_phases)), stream=1)
             for stored, new in zip((codes, scales), format.encode(block, drawn), strict=True):
                 stored.copy_(new)
     return parts["codes"], parts["scales"]

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quant.dither import NOISE_UNIT
 from quant.format import Part, check_dtype, check_same_shape
 from quant.ulp import (
     NARROW_FLOATS,
+    WEIGHT_NOISE_BITS,
     NarrowFloat,
     binade,
     bits_of,
+    centred,
+    narrowed,
     nearest,
     nearest_fast,
     overflow,
@@ -79,7 +81,7 @@ class Split:
         """Move the stored weight `by` an fp32 amount, rounding to nearest or, given `noise`, dithered.
 
         Head and tail are moved apart: their fp32 sum, whose ulp is coarser than a small update, is formed only to
-        find the new head. Dither keeps updates alive down to 2^-28 of the weight. A weight moved by zero keeps its
+        find the new head. Dither keeps updates alive down to 2^-29 of the weight. A weight moved by zero keeps its
         parts. One that is not finite, or is moved by what is not finite, ends as Inf or NaN.
         """
         value, correction = self._terms(head, tail)
@@ -90,13 +92,14 @@ class Split:
             count = (rest * two_over(binade(rounded, self.narrow))) * 2.0 ** (self.narrow.significand_bits - 2)
             beyond = count.round() * spacing(rounded, self.narrow)
             rounded, rest = rounded + beyond, rest - beyond
-        codes = (rest * two_over(binade(rounded, self.narrow))) * self._codes
-        if noise is not None:
-            codes = codes + noise * NOISE_UNIT
+        codes = (rest * two_over(binade(rounded, self.narrow, bounded=False))) * self._codes
+        if noise is not None and self.tail != torch.int8:  # which are too large for `whole` to add it to
+            codes, noise = codes + centred(noise), None
         still = by == 0
         rounded = select(still, value, rounded)
         codes = select(still, tail.to(torch.float32), codes)
-        return rounded.to(self.head), whole(codes, -self.levels, self.levels).to(self.tail)
+        codes = whole(codes, -self.levels, self.levels, noise, WEIGHT_NOISE_BITS)
+        return narrowed(rounded, self.narrow), codes.to(self.tail)
 
     def resolution(self, head: Tensor, tail: Tensor) -> Tensor:
         return spacing(head.to(torch.float32), self.narrow) * (0.5 / self.levels)
@@ -144,9 +147,9 @@ class Rounded:
         count = (total * two_over(power)) * steps
         if noise is not None:  # of the new binade's ulp: the old one's would push weights down from powers of two
             lost = ((by - (total - value)) * two_over(power)) * steps
-            count = count + (lost + noise * NOISE_UNIT)
+            count = count + (lost + centred(noise))
         rounded = select(by == 0, value, count.round() * spacing(total, self.narrow))
-        return (overflow(rounded, self.narrow).to(self.head),)
+        return (narrowed(overflow(rounded, self.narrow), self.narrow),)
 
     def resolution(self, head: Tensor) -> Tensor:
         return spacing(head.to(torch.float32), self.narrow)

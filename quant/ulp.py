@@ -18,6 +18,10 @@ from torch import Tensor
 EXPONENT = 0x7F800000
 SIZE = 0x7FFFFFFF
 SIGN = -(2**31)
+# Of noise: for weights, as many as fp32 has behind a code of 8 bits; for states, whose codes come back from fp32
+# arithmetic off by up to 8e-5, so few that it rounds them to what they were.
+WEIGHT_NOISE_BITS = 14
+STATE_NOISE_BITS = 12
 
 
 @dataclass(frozen=True)
@@ -52,18 +56,23 @@ def from_bits(bits: Tensor) -> Tensor:
 
 
 def select(condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """fp32 x or y, as `torch.where` has it, by masks.
+    """fp32 or int32 x or y, as `torch.where` has it, by masks.
 
     Of a choice a C++ compiler may make a branch, to skip what only one side needs, and loops with branches are none
     that it can vectorize.
     """
     mask = -condition.to(torch.int32)
+    if x.dtype == torch.int32:
+        return (x & mask) | (y & ~mask)
     return from_bits((bits_of(x) & mask) | (bits_of(y) & ~mask))
 
 
-def binade(x: Tensor, narrow: NarrowFloat) -> Tensor:
-    """The power of two at or below |x|, from that of the least normal of `narrow` to the largest, 2^127."""
-    return from_bits((bits_of(x) & EXPONENT).clamp((narrow.min_exponent + 127) << 23, 254 << 23))
+def binade(x: Tensor, narrow: NarrowFloat, bounded: bool = True) -> Tensor:
+    """The power of two at or below |x|, from that of the least normal of `narrow` to the largest, 2^127.
+
+    Inf and NaN have that too or, if not `bounded`, Inf.
+    """
+    return from_bits((bits_of(x) & EXPONENT).clamp((narrow.min_exponent + 127) << 23, 254 << 23 if bounded else None))
 
 
 def two_over(power: Tensor) -> Tensor:
@@ -105,6 +114,13 @@ def overflow(rounded: Tensor, narrow: NarrowFloat) -> Tensor:
     return select(rounded.abs() <= narrow.max, rounded, rounded * math.inf)
 
 
+def narrowed(x: Tensor, narrow: NarrowFloat) -> Tensor:
+    """fp32 x, which lies on the grid of `narrow`, in its dtype."""
+    if _scalar_loops and narrow.is_cut_fp32:  # a conversion would round once more, and mind NaN
+        return (bits_of(x) >> 16).to(torch.int16).view(narrow.dtype)
+    return x.to(narrow.dtype)
+
+
 def round_up(x: Tensor) -> Tensor:
     """The least bf16 that is not below x ≥ 0, as fp32; x not NaN."""
     return from_bits((bits_of(x) + 0xFFFF) & -0x10000)
@@ -117,46 +133,87 @@ def with_sign(size: Tensor, x: Tensor) -> Tensor:
     return from_bits(bits_of(size) | (bits_of(x) & SIGN))
 
 
-def largest(x: Tensor) -> Tensor:
-    """The largest |x| of each row, NaN where one is NaN."""
+def largest(x: Tensor, groups: int = 1) -> Tensor:
+    """The largest |x| of each group in each row, NaN where one is NaN."""
     if x.device.type != "cpu":
-        return x.abs().amax(-1, keepdim=True)
+        return x.abs().unflatten(-1, (groups, -1)).amax(-1)
     # Integers have no NaN to mind, as floats have in each step of `amax`.
     sizes = bits_of(x) & SIZE
-    if _loops_are_scalar:
-        return from_bits(sizes.amax(-1, keepdim=True))
-    if x.shape[-1] % 2 == 0:  # Inductor's own vectors have a fast last step for floats alone
+    if _scalar_loops:
+        if groups == 1:
+            return from_bits(sizes.amax(-1, keepdim=True))
+        members = (_group_masks(x.shape[-1], groups, x.device, group) for group in range(groups))
+        return from_bits(torch.cat([(sizes & mask).amax(-1, keepdim=True) for mask in members], -1))
+    sizes = sizes.unflatten(-1, (groups, -1))
+    if sizes.shape[-1] % 2 == 0:  # Inductor's own vectors have a fast last step for floats alone
         sizes = torch.maximum(*sizes.unflatten(-1, (2, -1)).unbind(-2))
-    return from_bits(sizes).abs().amax(-1, keepdim=True)
+    return from_bits(sizes).abs().amax(-1)
 
 
-_loops_are_scalar = False
+def spread(numbers: Tensor, over: Tensor) -> Tensor:
+    """`numbers` of the groups in each row, as they are to be combined with the elements of `over`."""
+    groups, elements = numbers.shape[-1:].numel(), over.shape[-1:].numel()
+    if groups in (1, elements):
+        return numbers
+    spread = numbers[..., -1:]
+    for group in reversed(range(groups - 1)):
+        lanes = torch.arange(elements, dtype=torch.int32, device=numbers.device)
+        spread = select(lanes < (group + 1) * (elements // groups), numbers[..., group : group + 1], spread)
+    return spread
+
+
+def _group_masks(elements: int, groups: int, device: torch.device, group: int) -> Tensor:
+    """All bits for the elements of a group in a row, none for the others'."""
+    lanes, each = torch.arange(elements, dtype=torch.int32, device=device), elements // groups
+    return -((lanes >= group * each) & (lanes < (group + 1) * each)).to(torch.int32)
+
+
+_scalar_loops = 0  # how many threads are within `scalar_loops`
 
 
 @contextmanager
 def scalar_loops() -> Iterator[None]:
     """Trace for a compiler that vectorizes Inductor's loops itself: the same bits by other operations."""
-    global _loops_are_scalar
-    before, _loops_are_scalar = _loops_are_scalar, True
+    global _scalar_loops
+    _scalar_loops += 1
     try:
         yield
     finally:
-        _loops_are_scalar = before
+        _scalar_loops -= 1
 
 
-# Added to a number of less than 2^22, it pushes the fraction off the end of the significand: what is left there is
-# the number, rounded to even, in two's complement.
-_PUSH = 1.5 * 2.0**23
-_PUSH_BITS = 0x4B400000
+# The bits of 1.5·2^23. Added to a number of less than 2^22, it pushes the fraction off the end of the significand: what
+# is left there is the number, rounded to even, in two's complement. A power of two less leaves a bit of the fraction.
+_PUSH = 0x4B400000
 
 
-def whole(x: Tensor, low: int | Tensor, high: int) -> Tensor:
-    """x rounded to a whole number, ties to even, and held within bounds: int32 of which the low 16 bits count.
+def centred(noise: Tensor) -> Tensor:
+    """Noise for a weight as fp32 numbers even over ±1/2."""
+    return noise.to(torch.float32) * 2.0**-WEIGHT_NOISE_BITS - (0.5 - 2.0 ** -(WEIGHT_NOISE_BITS + 1))
 
-    NaN ends at one of the bounds.
+
+def whole(
+    x: Tensor,
+    low: int,
+    high: int,
+    noise: Tensor | None = None,
+    noise_bits: int = STATE_NOISE_BITS,
+    never_zero: Tensor | None = None,
+) -> Tensor:
+    """x as a whole number within bounds: int32, of which the low 16 bits count, or 8 with `noise`.
+
+    Rounded to nearest, ties to even, or down after adding `noise`, whole numbers of so many bits taken as a fraction; x
+    is then to be less than 2^8. NaN ends at one of the bounds. Where `never_zero` is above zero, 1 is the least.
     """
-    bits = bits_of(x + _PUSH).clamp(max=_PUSH_BITS + high)
-    return bits.clamp(min=_PUSH_BITS + low) if isinstance(low, int) else torch.maximum(bits, low + _PUSH_BITS)
+    if noise is None:
+        bits, base = bits_of(x + 1.5 * 2.0**23), _PUSH
+    else:
+        push = _PUSH - (noise_bits << 23)
+        bits, base = bits_of(x + from_bits(noise | push)) >> noise_bits, push >> noise_bits
+    bits = bits.clamp(max=base + high)
+    if never_zero is None:
+        return bits.clamp(min=base + low)
+    return torch.maximum(bits, bits_of(never_zero).clamp(max=1) + base)
 
 
 def sqrt(x: Tensor) -> Tensor:

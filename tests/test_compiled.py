@@ -12,10 +12,11 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch._inductor.cpp_builder import CppTorchOptions
 from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.optim.lr_scheduler import OneCycleLR
 from training import assert_identical, give_gradients, parameters, stored, train
 
-from flashopt_compile import FlashAdamW, FlashLion, FlashOptimizer, FlashSGD, compiled, rule
+from flashopt_compile import FlashAdamW, FlashLion, FlashOptimizer, FlashSGD, compiled, rule, vectors
 from flashopt_compile.rules.adamw import adamw
 from flashopt_compile.step import Step
 from flashopt_compile.storage import storage_of
@@ -150,43 +151,93 @@ def test_eager_compiles_nothing():
 def test_gcc_is_told_to_use_vectors_as_wide_as_inductors():
     """Or casts between floats and bits, of which steps are made, would go through memory half by half."""
     isa = pick_vec_isa()
-    with inductor_config.patch(compiled._wide_vectors()):
+    with inductor_config.patch(vectors.wide_vectors()):
         flags = " ".join(CppTorchOptions(vec_isa=isa).get_cflags())
     assert ("-mprefer-vector-width=512" in flags) == (isa.bit_width() == 512)
     assert "ffp-contract=off" in flags
 
 
-@pytest.mark.skipif(not compiled._plain_loops(), reason="gcc on Linux alone is told to vectorize")
-@pytest.mark.parametrize(
-    ("kind", "options"), [(FlashAdamW, {}), (FlashSGD, {"momentum": 0.9, "weight_decay": 0.1}), (FlashLion, {})]
-)
-def test_without_inductors_vectors_gcc_vectorizes_every_loop_to_the_eager_bits(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: Any, options: dict[str, Any]
-):
-    """As on processors without AVX-512; a loop that it left out would take ten times as long."""
-    report, plain = tmp_path / "loops", compiled._plain_loops()
-    march = f"{plain['cpp.march']} -fopt-info-vec-optimized={report}"
-    monkeypatch.setattr(compiled, "_lacks_vectors", lambda *_: True)
-    monkeypatch.setattr(compiled, "_plain_loops", lambda: {**plain, "cpp.march": march})
-    monkeypatch.setattr(compiled, "_kernels", {})
-    ours, theirs = (kind(parameters([(64, 64), (40, 75)]), lr=0.05, eager=eager, **options) for eager in (False, True))
+needs_gcc = pytest.mark.skipif(not vectors.plain_loops(), reason="gcc on Linux alone is told to vectorize")
+
+
+def check_eager_bits(kind: Any, options: dict[str, Any]) -> None:
+    """Of parameters whose groups make pairs and ones whose do not, in rows that end in short groups too."""
+    shapes = [(64, 64), (33, 32), (40, 75)]
+    ours, theirs = (kind(parameters(shapes), lr=0.05, eager=eager, **options) for eager in (False, True))
     for number in range(3):
         for optimizer in (ours, theirs):
             give_gradients(optimizer.param_groups[0]["params"], number)
             optimizer.step()
         assert_identical(stored(ours), stored(theirs))
+
+
+@needs_gcc
+@pytest.mark.parametrize("bits", [256, 512])
+@pytest.mark.parametrize(
+    ("kind", "options"), [(FlashAdamW, {}), (FlashSGD, {"momentum": 0.9, "weight_decay": 0.1}), (FlashLion, {})]
+)
+def test_gcc_vectorizes_every_loop_to_the_eager_bits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: Any, options: dict[str, Any], bits: int
+):
+    """With one group in a row and with two; a loop that it left out would take ten times as long."""
+    report, plain = tmp_path / "loops", vectors.plain_loops()
+    march = f"{plain['cpp.march']} -fopt-info-vec-optimized={report}"
+    monkeypatch.setattr(vectors, "plain_loops", lambda: {**plain, "cpp.march": march})
+    monkeypatch.setattr(vectors, "_vector_bits", lambda: bits)
+    monkeypatch.setattr(compiled, "_kernels", {})
+    check_eager_bits(kind, options)
     found = re.findall(r"^(.*):(\d+):\d+: optimized: loop vectorized", report.read_text(), re.MULTILINE)
     source = Path(found[0][0]).read_text()
     depths = [len(indent) for indent in re.findall(r"^( *)for\(", source, re.MULTILINE)]
     innermost = sum(depth >= following for depth, following in zip(depths, [*depths[1:], 0], strict=True))
     assert len({line for _, line in found}) == innermost > 3 and "at::vec" not in source
+    assert f"x1<static_cast<int64_t>({bits // 8}L)" in source
 
 
-def test_tails_of_16_bits_are_left_to_gcc_and_fp16_is_not():
-    def lacks(dtype: torch.dtype, bits: int) -> bool:
-        step = Step.of(adamw, storage_of(adamw, dtype, (64, 64), bits, True), "dither", False)
-        return compiled._lacks_vectors(step, dtype)
+@needs_gcc
+@pytest.mark.skipif(pick_vec_isa().bit_width() != 512, reason="needs vectors of 512 bits")
+def test_gcc_uses_whole_vectors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """In loops over the elements of two groups, of which it has made vectors of 64 bytes each, not of 32."""
+    report, plain = tmp_path / "loops", vectors.plain_loops()
+    march = f"{plain['cpp.march']} -fopt-info-vec-optimized={report}"
+    monkeypatch.setattr(vectors, "plain_loops", lambda: {**plain, "cpp.march": march})
+    monkeypatch.setattr(compiled, "_kernels", {})
+    FlashAdamW(parameters([(64, 64)]), betas=(0.8, 0.9)).warmup(verbose=False)
+    pattern = r"^(.*):(\d+):\d+: optimized: loop vectorized using (\d+) byte vectors"
+    widths = set()
+    for path, line, width in re.findall(pattern, report.read_text(), re.MULTILINE):
+        if "x1<static_cast<int64_t>(64L)" in Path(path).read_text().splitlines()[int(line) - 1]:
+            widths.add(int(width))
+    assert widths == {64}
 
-    assert lacks(torch.bfloat16, 32)
-    assert not lacks(torch.float16, 24)
-    assert lacks(torch.bfloat16, 24) == (pick_vec_isa().bit_width() != 512)
+
+@needs_gcc
+def test_loops_are_left_to_gcc_when_dynamo_compiles_again(start_afresh: None):
+    """As it does when the number of threads has changed: the loops are the same."""
+    optimizer, threads = FlashLion(parameters([(64, 64)])), torch.get_num_threads()
+    loops = []
+    try:
+        for count in (threads, threads + 1):
+            torch.set_num_threads(count)
+            with fresh_cache():
+                _, (source,) = run_and_get_code(train, optimizer, range(1))
+            loops.append(sorted(re.findall(r"for\(int64_t (x0|x1=.*)", source)))  # rows may be baked in
+    finally:
+        torch.set_num_threads(threads)
+    assert loops[0] == loops[1] and len(loops[0]) > len(set(loops[0])) > 1
+
+
+def test_inductors_own_vectors_give_the_eager_bits(monkeypatch: pytest.MonkeyPatch):
+    """Where the compiler is not gcc."""
+    monkeypatch.setattr(vectors, "plain_loops", dict)
+    monkeypatch.setattr(compiled, "_kernels", {})
+    check_eager_bits(FlashAdamW, {})
+
+
+def test_fp16_is_not_left_to_gcc():
+    def by_gcc(dtype: torch.dtype, grad_dtype: torch.dtype) -> bool:
+        step = Step.of(adamw, storage_of(adamw, dtype, (64, 64), 24, True), "dither", False)
+        return vectors.come_from_gcc(step, grad_dtype)
+
+    assert not by_gcc(torch.float16, torch.float16) and not by_gcc(torch.bfloat16, torch.float16)
+    assert by_gcc(torch.bfloat16, torch.float32) == bool(vectors.plain_loops())

@@ -9,8 +9,9 @@ import torch
 from strategies import COUNT, Compiled, differences
 from torch import Tensor
 
-from quant.dither import NOISE_UNIT, STREAMS, block_phases, mix, mix_phases, noise, phases_of
+from quant.dither import STREAMS, block_phases, mix, mix_phases, noise, phases_of, step_phase
 from quant.grouped import Rows
+from quant.ulp import WEIGHT_NOISE_BITS
 
 INDEX = torch.arange(2**18, dtype=torch.int32)
 STEPS = (0, 1, 2, 1000, 2**31 - 1)
@@ -18,13 +19,13 @@ LAGS = (1, 2, 3, 4, 7, 8, 16, 31, 32, 33, 64, 128, 256, 768, 1024, 4096)
 STRAY = 5  # standard deviations
 
 
-def even(noise: Tensor) -> np.ndarray:
+def even(noise: Tensor, stream: int = 0) -> np.ndarray:
     """Noise as numbers from 0 to 1."""
-    return noise.double().numpy() * NOISE_UNIT + 0.5
+    return (noise.double().numpy() + 0.5) * 2.0 ** -STREAMS[stream][2]
 
 
 def draw(step: int, stream: int = 0, index: Tensor = INDEX) -> np.ndarray:
-    return even(noise(mix(index, torch.tensor(step, dtype=torch.int32)), stream))
+    return even(noise(mix(index, torch.tensor(step, dtype=torch.int32)), stream), stream)
 
 
 def excess(cells: np.ndarray, count: int) -> float:
@@ -53,14 +54,14 @@ def check_independent(a: np.ndarray, b: np.ndarray) -> None:
 @pytest.mark.parametrize("step", STEPS)
 def test_draws_are_even(stream: int, step: int):
     u = draw(step, stream)
-    assert u.min() >= 0 and u.max() <= 1
+    assert u.min() > 0 and u.max() < 1
     assert abs(u.mean() - 0.5) < STRAY / math.sqrt(12 * len(u))
     assert abs(excess((u * 256).astype(int), 256)) < STRAY
     ranks = np.arange(1, len(u) + 1) / len(u)
     assert np.abs(np.sort(u) - ranks).max() < 2.2 / math.sqrt(len(u))  # Kolmogorov–Smirnov, 1 in 10,000
 
 
-@pytest.mark.parametrize("share", [1e-2, 1e-3, 1e-4])
+@pytest.mark.parametrize("share", [2.0**-7, 2.0**-10, 2.0**-WEIGHT_NOISE_BITS])
 def test_rare_draws_are_as_rare_as_they_should_be(share: float):
     u = np.concatenate([draw(step) for step in range(8)])
     for rare in ((u < share).sum(), (u >= 1 - share).sum()):
@@ -111,12 +112,11 @@ def test_draws_are_the_hash_written_down():
         bits = (index * 2654435761 + step * 1013904223) & mask
         bits = ((bits ^ (bits >> 16)) * 2146121005) & mask
         bits ^= bits >> 15
-        odd = [2221713035, 747796405, 3266489909, 1540483477, 3432918353, 461845907][stream]
-        drawn = (bits * odd) & mask
-        expected = drawn - 2**32 if drawn >= 2**31 else drawn
+        word = (bits * (2221713035 if stream < 3 else 747796405)) & mask
+        expected = (word >> (18, 9, 0, 20, 10, 0)[stream]) % (2**12 if stream else 2**14)
         signed = torch.tensor(index, dtype=torch.int64).to(torch.int32)
         bits_drawn = mix(signed, torch.tensor(step, dtype=torch.int32))
-        assert noise(bits_drawn, stream).item() == np.float32(expected)
+        assert noise(bits_drawn, stream).item() == expected
 
 
 SHAPES = [(64, 32), (6, 75), (5, 33), (4, 3, 50), (2, 3, 5, 7), (70,), (7,)]
@@ -126,7 +126,7 @@ def check_phases(block: Tensor, start: int) -> None:
     """That the block, which holds the positions of its elements, draws what those positions draw."""
     step = torch.tensor(3, dtype=torch.int32)
     phases = phases_of(torch.tensor(start)) + sum(block_phases(block))
-    assert torch.equal(mix_phases(phases, step), mix(block.to(torch.int32), step))
+    assert torch.equal(mix_phases(phases + step_phase(step)), mix(block.to(torch.int32), step))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -1,6 +1,6 @@
 """Checkpoints of every version so far load, and go on to the weights that their own version came to.
 
-Bit for bit where it is this version; one whose arithmetic was another comes to within its roundings.
+Bit for bit where it is this version; one whose arithmetic or draws were others comes to within its roundings.
 
 python tests/test_golden_checkpoints.py   writes those of this version; a file once committed is never written again
 """
@@ -89,8 +89,11 @@ def test_a_golden_checkpoint_goes_on(path: Path):
         assert_identical(list(weights.values()), expected)
         return
     for ours, theirs in zip(weights.values(), expected, strict=True):
-        # In each of two steps a code of a state, 2 % of the learning rate (0.02) or less; and a code of the weight.
-        assert (ours - theirs).abs().max() <= 2 * 0.02 * 0.02 + theirs.abs().max() * 2.0**-16
+        # Since 0.3 other numbers are drawn: in each of two steps a code of each of two states, 2 % of the learning rate
+        # (0.02) or less; and a code of the weight. Lion's step may turn round where its momentum is next to nothing.
+        away = (ours - theirs).abs()
+        assert away.max() <= 2 * 2 * 0.02
+        assert (away > 2 * 2 * 0.02 * 0.02 + theirs.abs().max() * 2.0**-16).double().mean() <= 1 / 500
 
 
 if __name__ == "__main__":

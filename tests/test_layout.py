@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 ORDER: dict[str, list[str]] = {
     "quant": ["ulp", "format", "dither", "split", "compand", "grouped", "bounds"],
     "flashopt_compile": [
-        *("rule", "rules", "storage", "step", "pieces", "batch", "compiled", "count", "sharding", "options"),
+        *("rule", "rules", "storage", "step", "vectors", "pieces", "batch", "compiled", "count", "sharding", "options"),
         *("checkpoint", "numerics", "memory", "optimizer", "optimizers", "archive", "kernels", "commands", "cli"),
     ],
     "flashopt_compile.rules": ["adam", "adamw", "lion", "sgd"],

@@ -25,8 +25,10 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 
 from quant import Rounded, Split, compute_ecc_bits, reconstruct_fp32_param
 from quant.bounds import SPLITS, split_bound
-from quant.dither import NOISE_UNIT, mix, noise
+from quant.dither import mix, noise
+from quant.ulp import WEIGHT_NOISE_BITS
 
+LARGEST_NOISE = 2**WEIGHT_NOISE_BITS - 1
 Parts = tuple[Tensor, ...]
 Pair = tuple[Tensor, Tensor]
 HEADS = (torch.bfloat16, torch.float16)
@@ -47,7 +49,7 @@ def round_trip_of(format: Split) -> Callable[[Tensor], Parts]:
 def two_moves_of(format: Split) -> Callable[..., Parts]:
     def two_moves(head: Tensor, tail: Tensor, by: Tensor, u: Tensor, by_again: Tensor) -> Parts:
         first = format.advance(head, tail, by, u)
-        second = format.advance(*first, by_again, -u)
+        second = format.advance(*first, by_again, LARGEST_NOISE - u)
         return *first, *second, format.decode(*second)
 
     return two_moves
@@ -241,7 +243,7 @@ def test_moves_within_one_compiled_function_equal_separate_eager_ones(format: Sp
         by[::5] = 0
         u = noises(COUNT, seed)
         head, tail = format.advance(*parts, by, u)
-        expected = head, tail, *format.advance(head, tail, by_again, -u)
+        expected = head, tail, *format.advance(head, tail, by_again, LARGEST_NOISE - u)
         expected = *expected, format.decode(*expected[2:])
         results = TWO_MOVES[format](*parts, by, u, by_again)
         assert [differences(a, b) for a, b in zip(results, expected, strict=True)] == [0] * 5
@@ -253,7 +255,7 @@ def test_moving_by_zero_keeps_every_pair_that_encode_makes(format: Split, zero: 
     dense = torch.cat([near_the_bound(format), 2 - torch.arange(2**16) * 2.0**-22])  # all tails, and the carry
     for w in chunks(torch.cat([EDGES, dense.float(), random_bits(6)])):
         parts = format.encode(w)
-        for u in (noises(COUNT), None, *(torch.full((COUNT,), edge / NOISE_UNIT) for edge in (-0.5, 0.5))):
+        for u in (noises(COUNT), None, *(torch.full((COUNT,), edge, dtype=torch.int32) for edge in (0, LARGEST_NOISE))):
             after = format.advance(*parts, torch.full((COUNT,), zero), u)
             assert [differences(a, b) for a, b in zip(after, parts, strict=True)] == [0, 0]
 
@@ -338,7 +340,7 @@ def test_what_is_not_finite_or_overflows_does_not_come_back(format: Split):
     head = torch.tensor([largest, -largest, 1.0, 1.0, 1.0, math.inf, math.nan], dtype=format.head)
     by = torch.tensor([largest, -largest, math.inf, -math.inf, math.nan, 1.0, 1.0])
     tail = torch.tensor([1, 1, 1, 1, 1, 0, 0], dtype=format.tail)
-    for u in (None, torch.zeros(7), torch.full((7,), 0.4 / NOISE_UNIT)):
+    for u in (None, *(torch.full((7,), u, dtype=torch.int32) for u in (0, LARGEST_NOISE))):
         after = format.advance(head, tail, by, u)
         assert not after[0].isfinite().any() and not format.decode(*after).isfinite().any()
 

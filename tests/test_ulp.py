@@ -1,6 +1,7 @@
 """Spacing, rounding, maxima and the square root, against casts, numpy and the bits themselves."""
 
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -11,14 +12,18 @@ from torch import Tensor
 from quant.ulp import (
     BF16,
     FP16,
+    STATE_NOISE_BITS,
+    WEIGHT_NOISE_BITS,
     binade,
     largest,
+    narrowed,
     nearest,
     nearest_fast,
     round_up,
     scalar_loops,
     select,
     spacing,
+    spread,
     sqrt,
     two_over,
     whole,
@@ -105,10 +110,49 @@ def test_whole_numbers_are_rounded_to_even_and_held(x: Tensor):
     numbers = x[~x.isnan()]
     for scaled in (numbers, torch.arange(-300, 300) / 2):
         assert torch.equal(whole(scaled, -127, 127).to(torch.int8), scaled.round().clamp(-127, 127).to(torch.int8))
-        low = torch.arange(len(scaled), dtype=torch.int32) % 3
-        expected = torch.maximum(scaled.round(), low.float()).clamp(max=255).to(torch.uint8)
-        assert torch.equal(whole(scaled, low, 255).to(torch.uint8), expected)
+        above = scaled.abs()
+        floor = torch.where(above > 0, 1.0, 0.0)
+        expected = torch.maximum(above.round(), floor).clamp(max=255).to(torch.uint8)
+        assert torch.equal(whole(above, 0, 255, never_zero=above).to(torch.uint8), expected)
     assert (whole(torch.tensor([math.nan, -math.nan]), -5, 5).to(torch.int8).abs() == 5).all()
+
+
+@given(fp32_tensors())
+def test_whole_numbers_are_drawn_by_the_fraction_and_held(x: Tensor):
+    """Down after adding the noise to a number that is rounded to the noise's own steps."""
+    for bits in (STATE_NOISE_BITS, WEIGHT_NOISE_BITS):
+        for numbers in (x[~x.isnan()], torch.arange(-(2**15), 2**15) / 130):
+            noise = torch.arange(len(numbers), dtype=torch.int32) * 37 % 2**bits
+            steps = (numbers.double().clamp(-1000, 1000) * 2**bits).round() + noise
+            expected = (steps / 2**bits).floor().clamp(-127, 127).to(torch.int8)
+            assert torch.equal(whole(numbers, -127, 127, noise, bits).to(torch.int8), expected)
+    least = torch.tensor([0.0, -0.0, 1e-45, 1e-9, 1e30])
+    nothing = torch.zeros(5, dtype=torch.int32)
+    assert whole(torch.zeros(5), 0, 255, nothing, never_zero=least).to(torch.uint8).tolist() == [0, 0, 1, 1, 1]
+
+
+@given(fp32_tensors())
+def test_numbers_of_several_groups_in_a_row(x: Tensor):
+    """The largest of each, and what belongs to each, as if every group were a row of its own."""
+    for groups, size in ((2, 32), (4, 16), (3, 5)):
+        rows = x[: len(x) // (groups * size) * groups * size].view(-1, groups * size)
+        apart = rows.view(-1, size)
+        for context in (nullcontext, scalar_loops):
+            with context():
+                assert differences(largest(rows, groups), largest(apart).view(-1, groups)) == 0
+        numbers = rows[:, :groups].contiguous()
+        for each in (numbers, bits_of(numbers)):
+            expected = each.view(-1, 1).expand(-1, size).reshape(rows.shape)
+            assert differences(spread(each, rows), expected) == 0
+        assert spread(apart[:, :1], apart) is not None and spread(rows, rows) is rows
+
+
+@given(fp32_tensors())
+def test_narrowing_what_lies_on_the_grid_is_a_conversion(x: Tensor):
+    on_grid = nearest_fast(x, BF16)
+    with scalar_loops():
+        narrow = narrowed(on_grid, BF16)
+    assert differences(narrow, on_grid.to(torch.bfloat16)) == 0
 
 
 def rounded_up_bits(x: Tensor) -> Tensor:

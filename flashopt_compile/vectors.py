@@ -1,0 +1,105 @@
+"""Who makes vectors of the loops that Inductor writes for a CPU: gcc, wherever it can, or else Inductor itself.
+
+gcc takes loops over single elements, for whatever processor it compiles for, and four vectors at a time, so that one
+is worked on while another waits; Inductor's own vectors come one by one (docs/performance.md).
+"""
+
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+from flashopt_compile.step import Step
+from flashopt_compile.storage import FLAT_COLUMNS
+from quant.ulp import scalar_loops
+
+# torch._inductor is imported where it is needed: it takes a second, and compiling imports it anyway.
+
+GCC_FLAGS = (
+    # Inductor's flags say no to the first, and roots that set errno or loads moved to the end of a loop prevent it.
+    "-ftree-loop-vectorize -fno-math-errno -fno-tree-pre "
+    # The order in which a loop computes decides how much of it waits: this one minds registers too.
+    "-fschedule-insns -fsched-pressure --param=sched-pressure-algorithm=2"
+)
+# For vectors of 512 bits: whatever the processor, the order that suits the first that had them (one that gcc does not
+# know gets one for half of that), and no halves, which gcc prefers for that one.
+WIDE_FLAGS = "-mtune=skylake-avx512 -mprefer-vector-width=512"
+
+
+def come_from_gcc(step: Step, grad_dtype: torch.dtype) -> bool:
+    """Whether gcc is to make the vectors of a step. It has none for the conversion of fp16."""
+    dtypes = {part.dtype for part in step.storage.step_parts((1, FLAT_COLUMNS), grad_dtype)}
+    return torch.float16 not in dtypes and bool(plain_loops())
+
+
+def groups_per_row(step: Step, grad_dtype: torch.dtype, device: torch.device) -> int:
+    """How many groups a row of a block is to have.
+
+    gcc works on as many elements at once as a vector has bytes, or on vectors that are shorter.
+    """
+    if device.type != "cpu" or not come_from_gcc(step, grad_dtype):
+        return 1
+    return max(1, _vector_bits() // 8 // step.storage.group_size)
+
+
+@cache
+def _vector_bits() -> int:
+    from torch._inductor import cpu_vec_isa
+
+    return cpu_vec_isa.pick_vec_isa().bit_width()
+
+
+@cache
+def plain_loops() -> dict[str, Any]:
+    """Options of Inductor's for loops over single elements that gcc vectorizes; none where the compiler is another.
+
+    What is said to be the architecture comes after Inductor's own flags.
+    """
+    from torch._inductor import config, cpp_builder
+
+    march = getattr(config.cpp, "march", "")
+    if sys.platform != "linux" or march == "" or not cpp_builder.is_gcc():
+        return {}
+    flags = f"{GCC_FLAGS} {WIDE_FLAGS}" if _vector_bits() == 512 else GCC_FLAGS
+    return {"cpp.simdlen": 1, "cpp.march": f"{march or 'native'} {flags}"}
+
+
+@cache
+def wide_vectors() -> dict[str, str]:
+    """Options of Inductor's for its own vectors: have gcc keep those of 512 bits whole, and not copy them by halves.
+
+    Inductor has no option for more flags, but one whose text is put among them.
+    """
+    from torch._inductor import config
+
+    contract = config.cpp.enable_floating_point_contract_flag
+    if not isinstance(contract, str) or _vector_bits() != 512:
+        return {}
+    return {"cpp.enable_floating_point_contract_flag": f"{contract} -mprefer-vector-width=512"}
+
+
+@contextmanager
+def left_to_gcc() -> Iterator[None]:
+    """Within it, Inductor and our own formulas write loops that gcc can vectorize."""
+    from torch._inductor.virtualized import V
+
+    with V.set_choices_handler(_apart()), scalar_loops():
+        yield
+
+
+@cache
+def _apart() -> Any:
+    """Have Inductor put no loop over groups around those over elements: gcc vectorizes either, but not the two."""
+    from torch._inductor.choices import InductorChoices
+
+    class Apart(InductorChoices):
+        @staticmethod
+        def can_fuse_vertical(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+            elements = [math.prod((*lengths, *reduced)) for _, (lengths, reduced) in (node1.group, node2.group)]
+            return elements[0] == elements[1] and not node1.is_reduction()
+
+    return Apart()
