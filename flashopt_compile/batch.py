@@ -165,7 +165,8 @@ class Batch:
         waiting = self._waiting.get(key)
         if waiting is None:
             groups = self._groups_per_row(step, grad.dtype, grad.device)
-            waiting = self._waiting[key] = Waiting(step, t, hyper, Form(CHUNK_ELEMENTS // piece.group_size, groups))
+            form = Form.of(CHUNK_ELEMENTS, piece.group_size, groups)
+            waiting = self._waiting[key] = Waiting(step, t, hyper, form)
         if piece.elements <= SMALL_ELEMENTS:
             self._wait(waiting, piece, grad)
         elif not (piece.stored[0].is_contiguous() and grad.is_contiguous()):

@@ -122,7 +122,7 @@ def _compile(kernel: FunctionType, step: Step, options: dict[str, Any]) -> Kerne
 def _example(step: Step, grad_dtype: torch.dtype, device: torch.device) -> tuple[list[Tensor], Tensor, Place]:
     """A block of zeros of the usual size, by which Inductor decides on threads; its rows not to be baked in."""
     size = step.storage.group_size
-    form = Form(CHUNK_ELEMENTS // size, vectors.groups_per_row(step, grad_dtype, device))
+    form = Form.of(CHUNK_ELEMENTS, size, vectors.groups_per_row(step, grad_dtype, device))
     tensors = [form.join(rows) for rows in step.storage.zeros((form.rows, size), grad_dtype, device)]
     place = form.place(0, row_phases(form.rows, size, size, device).clone(), size)
     for tensor in (*tensors, *(place.terms or ())[:1]):

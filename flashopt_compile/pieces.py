@@ -27,8 +27,8 @@ class Piece:
     is_whole: bool = False  # so that `stored` are the tensors of the optimizer's state themselves
     home: object = None  # whose memory all but the head lies in
     row_starts: Tensor | None = None
-    _chunks: list[list[Tensor]] | None = field(default=None, init=False, repr=False)
-    _places: list[Place] | None = field(default=None, init=False, repr=False)
+    _chunks: dict["Form", list[list[Tensor]]] = field(default_factory=dict, init=False, repr=False)
+    _places: dict["Form", list[Place]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(cls, step: Step, stored: Sequence[Tensor], start: int = 0, row_starts: Tensor | None = None) -> "Piece":
@@ -69,10 +69,10 @@ class Piece:
 
     def chunks(self, form: "Form") -> list[list[Tensor]]:
         """All parts of a contiguous piece without padding as blocks."""
-        if self._chunks is None:
+        if form not in self._chunks:
             parts = (self.cut(*each, form) for each in zip(self.stored, self.scales, strict=True))
-            self._chunks = [list(chunk) for chunk in zip(*parts, strict=True)]
-        return self._chunks
+            self._chunks[form] = [list(chunk) for chunk in zip(*parts, strict=True)]
+        return self._chunks[form]
 
     def left_over(self, form: "Form") -> Iterator[tuple[slice, "Piece"]]:
         """The groups that `chunks` leaves out, a piece each, and where they lie."""
@@ -126,9 +126,9 @@ class Piece:
         firsts = range(0, form.whole(self.rows), form.rows)
         if self.row_starts is not None:
             return (self._place(first, form) for first in firsts)
-        if self._places is None:
-            self._places = [self._place(first, form) for first in firsts]
-        return self._places
+        if form not in self._places:
+            self._places[form] = [self._place(first, form) for first in firsts]
+        return self._places[form]
 
     def _place(self, first: int, form: "Form") -> Place:
         """Of a block that begins with the row `first`."""
@@ -155,7 +155,13 @@ class Form:
     """
 
     rows: int
-    groups: int = 1
+    groups: int
+
+    @classmethod
+    def of(cls, elements: int, group_size: int, groups: int) -> "Form":
+        """For blocks of up to so many elements."""
+        rows = elements // group_size
+        return cls(rows - rows % groups, groups)
 
     def whole(self, rows: int) -> int:
         """How many of a piece's rows make blocks."""

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from training import assert_identical, give_gradients, parameters, stored, train
 
 from flashopt_compile import FlashAdamW, FlashLion, FlashOptimizer, batch, compiled
-from flashopt_compile.batch import Batch
+from flashopt_compile.batch import Batch, GroupsPerRow, one_group
 from flashopt_compile.step import Step
 
 SHAPES = [(40, 64), (48,), (33, 40), (7, 160), (), (64, 48), (32, 32), (5,), (16, 8, 3, 3), (0, 8)]
@@ -124,6 +124,28 @@ def test_what_changes_between_steps_is_noticed(change: str):
         return stored(train(optimizer, range(2, 4)))
 
     assert_identical(run(True), run(False))
+
+
+def test_gradients_may_change_their_dtype(monkeypatch: pytest.MonkeyPatch):
+    """Kernels of one dtype may take other rows than those of another: what is kept of a parameter is kept for each."""
+    monkeypatch.setattr(batch, "SMALL_ELEMENTS", 100)
+    monkeypatch.setattr(batch, "CHUNK_ELEMENTS", 640)
+
+    def run(groups_per_row: GroupsPerRow) -> list[Tensor]:
+        optimizer = FlashAdamW(params := parameters([(33, 32), (7, 64)]), eager=True)
+        for number, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32, torch.bfloat16)):
+            give_gradients(params, number)
+            work = list(optimizer._work())
+            numbers = optimizer._numbers(optimizer.param_groups[0])
+            stepping = Batch(Step.__call__, optimizer._packs, groups_per_row)
+            for group, name, p, state in work:
+                entry = optimizer._entry(group, name, p, state)
+                assert p.grad is not None
+                stepping.add(entry.step, entry.piece, p.grad.to(dtype), torch.tensor(number + 1.0), numbers)
+            stepping.flush()
+        return stored(optimizer)
+
+    assert_identical(run(lambda _, dtype, __: 1 if dtype == torch.float16 else 3), run(one_group))
 
 
 def test_parts_of_large_parameters_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch):
