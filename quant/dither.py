@@ -30,8 +30,7 @@ def mix(index: Tensor, step: Tensor) -> Tensor:
 
 def mix_phases(phases: Tensor) -> Tensor:
     """`mix` of the indices and steps whose phases, the products with their strides modulo 2^32, add to `phases`."""
-    bits = phases
-    bits = (bits ^ ((bits >> 16) & 0xFFFF)) * MIX
+    bits = (phases ^ ((phases >> 16) & 0xFFFF)) * MIX
     return bits ^ ((bits >> 15) & 0x1FFFF)
 
 
