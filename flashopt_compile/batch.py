@@ -22,13 +22,20 @@ def works_in_cache(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-Run = Callable[[Step, Sequence[Tensor], Tensor, Place, Numbers], None]
-GroupsPerRow = Callable[[Step, torch.dtype, torch.device], int]
+@dataclass(frozen=True)
+class Kernel:
+    """What steps a block, in place, and the form that it takes blocks in."""
+
+    run: Callable[[Sequence[Tensor], Tensor, Place, Numbers], None]
+    form: Form
 
 
-def one_group(step: Step, grad_dtype: torch.dtype, device: torch.device) -> int:
-    """For a `Run` to which the form of a block is all the same."""
-    return 1
+Kernels = Callable[[Step, torch.dtype, torch.device, Numbers], Kernel]
+
+
+def eager(step: Step, grad_dtype: torch.dtype, device: torch.device, hyper: Numbers) -> Kernel:
+    """The step itself, uncompiled, to which the form of a block is all the same."""
+    return Kernel(step, Form.of(CHUNK_ELEMENTS, step.storage.group_size, 1))
 
 
 class Pack:
@@ -136,37 +143,34 @@ def scratch(what: str, columns: int, dtype: torch.dtype, device: torch.device, t
 class Waiting:
     """Small pieces and their gradients, to be stepped in one call."""
 
-    step: Step
+    kernel: Kernel
     t: Tensor
     hyper: Numbers
-    form: Form
     pieces: list[Piece] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     rows: int = 0
 
 
 class Batch:
-    """Steps parameters through `run`, the small ones of like kind as one block.
+    """Steps parameters by `kernels`, the small ones of like kind as one block.
 
     `packs` is for the caller to keep from step to step, while the pieces last: how those blocks are put together.
     """
 
-    def __init__(self, run: Run, packs: dict[tuple[int, ...], Pack], groups_per_row: GroupsPerRow = one_group) -> None:
-        self._run = run
-        self._groups_per_row = groups_per_row
+    def __init__(self, kernels: Kernels, packs: dict[tuple[int, ...], Pack]) -> None:
+        self._kernels = kernels
         self._packs = packs
         self._waiting: dict[tuple[int, int, float, torch.dtype], Waiting] = {}
 
-    def add(self, step: Step, piece: Piece, grad: Tensor, t: Tensor, hyper: Numbers) -> None:
-        """Step a whole parameter now or, at the latest, on `flush`."""
+    def add(self, step: Step, piece: Piece, grad: Tensor, t: Tensor, taken: float, hyper: Numbers) -> None:
+        """Step a whole parameter now or, at the latest, on `flush`; `taken` is what `t` holds."""
         if not piece.elements:
             return
-        key = id(step), id(hyper), t.item(), grad.dtype
+        key = id(step), id(hyper), taken, grad.dtype
         waiting = self._waiting.get(key)
         if waiting is None:
-            groups = self._groups_per_row(step, grad.dtype, grad.device)
-            form = Form.of(CHUNK_ELEMENTS, piece.group_size, groups)
-            waiting = self._waiting[key] = Waiting(step, t, hyper, form)
+            kernel = self._kernels(step, grad.dtype, grad.device, hyper)
+            waiting = self._waiting[key] = Waiting(kernel, t, hyper)
         if piece.elements <= SMALL_ELEMENTS:
             self._wait(waiting, piece, grad)
         elif not (piece.stored[0].is_contiguous() and grad.is_contiguous()):
@@ -174,7 +178,7 @@ class Batch:
         elif piece.row_starts is not None and (piece.padding or not works_in_cache(grad.device)):
             self._wait_in_slabs(waiting, piece, grad)
         elif not works_in_cache(grad.device):
-            self._step_whole(waiting, piece, grad)
+            self._step_whole(waiting, step, piece, grad)
         elif not piece.padding:
             self._step_in_place(waiting, piece, grad)
         elif piece.columns > max(SMALL_ELEMENTS, piece.group_size):
@@ -190,7 +194,7 @@ class Batch:
             self._step_together(waiting)
 
     def _wait(self, waiting: Waiting, piece: Piece, grad: Tensor) -> None:
-        if waiting.rows + piece.rows > waiting.form.rows:
+        if (waiting.rows + piece.rows) * piece.group_size > CHUNK_ELEMENTS:
             self._step_together(waiting)
         waiting.pieces.append(piece)
         waiting.grads.append(grad)
@@ -200,17 +204,17 @@ class Batch:
         for place, slab in piece.slabs(CHUNK_ELEMENTS):
             self._wait(waiting, slab, grad[place])
 
-    def _step_whole(self, waiting: Waiting, piece: Piece, grad: Tensor) -> None:
+    def _step_whole(self, waiting: Waiting, step: Step, piece: Piece, grad: Tensor) -> None:
         head, *rest = piece.stored
-        for start, block in waiting.step.storage.blocks(tuple(head.shape), [head, grad, *rest]):
-            self._run(waiting.step, block, waiting.t, Place.at(piece.start + start), waiting.hyper)
+        for start, block in step.storage.blocks(tuple(head.shape), [head, grad, *rest]):
+            waiting.kernel.run(block, waiting.t, Place.at(piece.start + start), waiting.hyper)
 
     def _step_in_place(self, waiting: Waiting, piece: Piece, grad: Tensor) -> None:
-        form = waiting.form
+        run, form = waiting.kernel.run, waiting.kernel.form
         for grads, (head, *rest), place in zip(
             piece.cut(grad, False, form), piece.chunks(form), piece.places(form), strict=True
         ):
-            self._run(waiting.step, [head, grads, *rest], waiting.t, place, waiting.hyper)
+            run([head, grads, *rest], waiting.t, place, waiting.hyper)
         for place, group in piece.left_over(form):
             self._wait(waiting, group, grad.view(-1)[place])
 
@@ -219,12 +223,13 @@ class Batch:
         waiting.pieces, waiting.grads, waiting.rows = [], [], 0
         if not pieces:
             return
-        key = threading.get_ident(), waiting.form.groups, *map(id, pieces)
+        form = waiting.kernel.form
+        key = threading.get_ident(), form.groups, *map(id, pieces)
         pack = self._packs.get(key)
         if pack is None:
-            pack = Pack(pieces, waiting.form)
+            pack = Pack(pieces, form)
             if all(piece.is_whole for piece in pieces):  # the others are new each time
                 self._packs[key] = pack
         block = pack.block(grads)
-        self._run(waiting.step, block, waiting.t, pack.place, waiting.hyper)
+        waiting.kernel.run(block, waiting.t, pack.place, waiting.hyper)
         pack.write_back()

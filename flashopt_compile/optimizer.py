@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashopt_compile import compiled, numerics, sharding
-from flashopt_compile.batch import Batch, Pack
+from flashopt_compile.batch import Batch, Pack, eager
 from flashopt_compile.checkpoint import states, weights
 from flashopt_compile.count import Count, all_same
 from flashopt_compile.memory import memory
@@ -167,10 +167,10 @@ class FlashOptimizer(torch.optim.Optimizer):
                 head, *rest = entry.piece.stored
                 tensors = [head, gradient(parameter), *rest]
                 numerics.check_numerics(name, entry.step, tensors, state["step"] + 1, numbers[id(group)])
-        batch = Batch(Step.__call__, self._packs) if self.eager else compiled.batch(self._packs)
+        batch = Batch(eager, self._packs) if self.eager else compiled.batch(self._packs)
         self._count = Count.up(self._count, tuple(state["step"] for *_, state in work))
-        for entry, (group, _, parameter, state) in zip(entries, work, strict=True):
-            batch.add(entry.step, entry.piece, gradient(parameter), state["step"], numbers[id(group)])
+        for entry, (group, _, parameter, state), taken in zip(entries, work, self._count.all.tolist(), strict=True):
+            batch.add(entry.step, entry.piece, gradient(parameter), state["step"], taken, numbers[id(group)])
         batch.flush()
 
     def _trace(self, work: list[Work], numbers: dict[int, Numbers]) -> None:

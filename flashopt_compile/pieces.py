@@ -64,6 +64,8 @@ class Piece:
     def cut(self, tensor: Tensor, is_scale: bool, form: "Form") -> Sequence[Tensor]:
         """A contiguous tensor of the piece, which has no padding, as blocks; without the rows that are left over."""
         columns, rows = 1 if is_scale else self.group_size, form.whole(self.rows)
+        if rows == self.rows <= form.rows:
+            return (tensor.view(-1, form.groups * columns),) if rows else ()
         whole = tensor.view(-1)[: rows * columns].view(-1, form.groups * columns)
         return whole.split(form.rows // form.groups) if rows else ()
 

@@ -12,7 +12,7 @@ from flashopt_compile.rule import Moved, Rule
 from flashopt_compile.storage import Storage
 from quant.dither import block_phases, mix_phases, noise, phase_of, phases_of, step_phase
 from quant.grouped import Grouped
-from quant.ulp import once, spread
+from quant.ulp import kept, once, spread
 
 Numbers = dict[str, Any]
 
@@ -79,7 +79,7 @@ class Step:
 
         beside = len(weight.names) - 1
         weight_parts, stored = (head, *stored[:beside]), stored[beside:]
-        w = weight.decode(*weight_parts)
+        w = weight.decode_fast(*weight_parts)
         g = grad.to(torch.float32)
         states, groups = [], []
         for format in formats:
@@ -96,7 +96,7 @@ class Step:
             drawn = [noise(bits, state) for state in range(len(drawn))]
         parts = list(weight.advance(*weight_parts, by, drawn[0]))
         for format, state, each, count in zip(formats, states, drawn[1:], groups, strict=True):
-            parts += format.encode(state, each, *count)
+            parts += format.encode(kept(state) if count else state, each, *count)
         return tuple(parts), by
 
     def __call__(self, tensors: Sequence[Tensor], t: Tensor, place: Place, hyper: Numbers) -> None:

@@ -4,7 +4,6 @@ gcc takes loops over single elements, for whatever processor it compiles for, an
 is worked on while another waits; Inductor's own vectors come one by one (docs/performance.md).
 """
 
-import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from quant.ulp import scalar_loops
 
 # torch._inductor is imported where it is needed: it takes a second, and compiling imports it anyway.
 
+TILED_TORCH = "2.13."  # whose Inductor `tiles` has been tried with
 GCC_FLAGS = (
     # Inductor's flags say no to the first, and roots that set errno or loads moved to the end of a loop prevent it.
     "-ftree-loop-vectorize -fno-math-errno -fno-tree-pre "
@@ -36,14 +36,12 @@ def come_from_gcc(step: Step, grad_dtype: torch.dtype) -> bool:
     return torch.float16 not in dtypes and bool(plain_loops())
 
 
-def groups_per_row(step: Step, grad_dtype: torch.dtype, device: torch.device) -> int:
-    """How many groups a row of a block is to have.
+def groups_per_row(group_size: int) -> int:
+    """How many groups a row of a block is to have for gcc.
 
-    gcc works on as many elements at once as a vector has bytes, or on vectors that are shorter.
+    It works on as many elements at once as a vector has bytes, or on vectors that are shorter.
     """
-    if device.type != "cpu" or not come_from_gcc(step, grad_dtype):
-        return 1
-    return max(1, _vector_bits() // 8 // step.storage.group_size)
+    return max(1, _vector_bits() // 8 // group_size)
 
 
 @cache
@@ -61,11 +59,11 @@ def plain_loops() -> dict[str, Any]:
     """
     from torch._inductor import config, cpp_builder
 
-    march = getattr(config.cpp, "march", "")
-    if sys.platform != "linux" or march == "" or not cpp_builder.is_gcc():
+    if sys.platform != "linux" or not torch.__version__.startswith(TILED_TORCH) or not cpp_builder.is_gcc():
         return {}
     flags = f"{GCC_FLAGS} {WIDE_FLAGS}" if _vector_bits() == 512 else GCC_FLAGS
-    return {"cpp.simdlen": 1, "cpp.march": f"{march or 'native'} {flags}"}
+    # Buffers that a tile has of its own are no memory for others to use again.
+    return {"cpp.simdlen": 1, "cpp.march": f"{config.cpp.march or 'native'} {flags}", "inplace_buffers": False}
 
 
 @cache
@@ -85,21 +83,7 @@ def wide_vectors() -> dict[str, str]:
 @contextmanager
 def left_to_gcc() -> Iterator[None]:
     """Within it, Inductor and our own formulas write loops that gcc can vectorize."""
-    from torch._inductor.virtualized import V
+    from flashopt_compile.tiles import tiled
 
-    with V.set_choices_handler(_apart()), scalar_loops():
+    with tiled(), scalar_loops():
         yield
-
-
-@cache
-def _apart() -> Any:
-    """Have Inductor put no loop over groups around those over elements: gcc vectorizes either, but not the two."""
-    from torch._inductor.choices import InductorChoices
-
-    class Apart(InductorChoices):
-        @staticmethod
-        def can_fuse_vertical(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-            elements = [math.prod((*lengths, *reduced)) for _, (lengths, reduced) in (node1.group, node2.group)]
-            return elements[0] == elements[1] and not node1.is_reduction()
-
-    return Apart()

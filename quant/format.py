@@ -48,6 +48,11 @@ class WeightFormat(Format, Protocol):
     """A format that holds a weight, its first part being the parameter, and can be moved by small amounts."""
 
     @property
+    def decode_fast(self) -> Callable[..., Tensor]:
+        """`decode` for a step: Inf may come as NaN, and −0.0 as 0.0."""
+        ...
+
+    @property
     def advance(self) -> Callable[..., tuple[Tensor, ...]]:
         """Parts, an amount, noise or None → the parts after moving the value they hold by the amount."""
         ...
@@ -76,6 +81,8 @@ class Raw:
 
     def decode(self, value: Tensor) -> Tensor:
         return value
+
+    decode_fast = decode
 
     def advance(self, value: Tensor, by: Tensor, noise: Tensor | None) -> tuple[Tensor]:
         return (value + by,)

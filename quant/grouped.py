@@ -140,9 +140,9 @@ class Grouped:
         kept = once(-finite.to(torch.int32))  # all bits or none
         never_zero = None if self.signed else x
         codes = whole(self._compress(x, scale), -self.levels, self.levels, noise, never_zero=never_zero)
-        codes = codes & spread(kept, x)
+        codes = codes.to(self.dtype) & spread(kept, x).to(self.dtype)
         scale = torch.where(finite, torch.where(size > 0, scale, 0.0), math.nan)
-        return codes.to(self.dtype), scale.to(torch.bfloat16)
+        return codes, scale.to(torch.bfloat16)
 
     def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
         return self._expand(codes.to(torch.float32), scales.to(torch.float32))

@@ -21,6 +21,7 @@ from quant.ulp import (
     binade,
     bits_of,
     centred,
+    from_bits,
     narrowed,
     nearest,
     nearest_fast,
@@ -74,8 +75,12 @@ class Split:
         return head.to(self.head), codes.round().to(self.tail)
 
     def decode(self, head: Tensor, tail: Tensor) -> Tensor:
-        value, correction = self._terms(head, tail)
+        value, correction = self._terms(head, tail, bounded=True)
         return value - (0.0 - correction)  # −0.0 minus zero is −0.0; plus zero it would be 0.0
+
+    def decode_fast(self, head: Tensor, tail: Tensor) -> Tensor:
+        value, correction = self._terms(head, tail)
+        return value + correction
 
     def advance(self, head: Tensor, tail: Tensor, by: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
         """Move the stored weight `by` an fp32 amount, rounding to nearest or, given `noise`, dithered.
@@ -95,9 +100,10 @@ class Split:
         codes = (rest * two_over(binade(rounded, self.narrow, bounded=False))) * self._codes
         if noise is not None and self.tail != torch.int8:  # which are too large for `whole` to add it to
             codes, noise = codes + centred(noise), None
-        still = by == 0
-        rounded = select(still, value, rounded)
-        codes = select(still, tail.to(torch.float32), codes)
+        size = by.abs()
+        moved = size > 0  # nor is NaN
+        rounded = torch.where(moved, rounded, from_bits(bits_of(value) | bits_of(size)))
+        codes = torch.where(moved, codes, tail.to(torch.float32))
         codes = whole(codes, -self.levels, self.levels, noise, WEIGHT_NOISE_BITS)
         return narrowed(rounded, self.narrow), codes.to(self.tail)
 
@@ -109,10 +115,10 @@ class Split:
         """How many codes make half the power of two at or below a head."""
         return self.levels * 2.0 ** (self.narrow.significand_bits - 1)
 
-    def _terms(self, head: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
-        """The values of head and tail, whose sum is the weight."""
+    def _terms(self, head: Tensor, tail: Tensor, bounded: bool = False) -> tuple[Tensor, Tensor]:
+        """The values of head and tail, whose sum is the weight; if not `bounded`, the latter is NaN beside some Inf."""
         value = head.to(torch.float32)
-        return value, (tail.to(torch.float32) * (0.5 / self._codes)) * binade(value, self.narrow)
+        return value, (tail.to(torch.float32) * (0.5 / self._codes)) * binade(value, self.narrow, bounded)
 
 
 @dataclass(frozen=True)
@@ -138,6 +144,8 @@ class Rounded:
 
     def decode(self, head: Tensor) -> Tensor:
         return head.to(torch.float32)
+
+    decode_fast = decode
 
     def advance(self, head: Tensor, by: Tensor, noise: Tensor | None) -> tuple[Tensor]:
         value = self.decode(head)

@@ -96,10 +96,13 @@ def nearest(x: Tensor, narrow: NarrowFloat) -> Tensor:
 
 
 def nearest_fast(x: Tensor, narrow: NarrowFloat) -> Tensor:
-    """`nearest` but for ties, which may go either way, and for Inf, which may become NaN."""
+    """`nearest` but for ties, which may go either way, for Inf, which may become NaN, and for NaN.
+
+    On a CPU a NaN that is not made there, and has bits that bf16 lacks, may become zero; a GPU makes such.
+    """
     if narrow.is_cut_fp32:
         rounded = from_bits((bits_of(x) + 0x8000) & -0x10000)
-        return rounded + x * 0.0  # some NaNs round to zero
+        return rounded if x.device.type == "cpu" else torch.where(x == x, rounded, x)
     return overflow(_pushed(x, binade(x, narrow), narrow), narrow)
 
 
@@ -200,7 +203,7 @@ def whole(
     noise_bits: int = STATE_NOISE_BITS,
     never_zero: Tensor | None = None,
 ) -> Tensor:
-    """x as a whole number within bounds: int32, of which the low 16 bits count, or 8 with `noise`.
+    """x as a whole number within bounds: an integer of which the low 16 bits count, or 8 with `noise`.
 
     Rounded to nearest, ties to even, or down after adding `noise`, whole numbers of so many bits taken as a fraction; x
     is then to be less than 2^8. NaN ends at one of the bounds. Where `never_zero` is above zero, 1 is the least.
@@ -210,10 +213,12 @@ def whole(
     else:
         push = _PUSH - (noise_bits << 23)
         bits, base = bits_of(x + from_bits(noise | push)) >> noise_bits, push >> noise_bits
+    least = None if never_zero is None else bits_of(never_zero).clamp(max=1)
+    if _scalar_loops and high < 2**8:  # half of the bits, and so twice as many numbers in a vector
+        base &= 0xFFFF
+        bits, least = bits.to(torch.int16), None if least is None else least.to(torch.int16)
     bits = bits.clamp(max=base + high)
-    if never_zero is None:
-        return bits.clamp(min=base + low)
-    return torch.maximum(bits, bits_of(never_zero).clamp(max=1) + base)
+    return bits.clamp(min=base + low) if least is None else torch.maximum(bits, least + base)
 
 
 def sqrt(x: Tensor) -> Tensor:
@@ -234,3 +239,8 @@ def once(x: Tensor, by: Tensor | None = None) -> Tensor:
     `by` is what x is used by, where x is a number, which is on the CPU for kernels of every device.
     """
     return x.as_strided(x.shape, x.stride()) if (x if by is None else by).device.type == "cpu" else x
+
+
+def kept(x: Tensor) -> Tensor:
+    """`x` itself, of which each element is computed once where loops are in tiles; elsewhere storing it costs more."""
+    return once(x) if _scalar_loops else x

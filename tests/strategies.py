@@ -107,3 +107,5 @@ SPECIAL = from_bits(
         *(0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC00001, 0x7F800001),
     ]
 )
+# Those of the largest bits, which rounding to bf16 by an addition would carry over to zero, among them a GPU's own.
+EXTREME_NANS = from_bits([*range(0x7FFF0000, 0x80000000), *range(0xFFFF0000, 0x100000000)])

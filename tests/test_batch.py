@@ -3,6 +3,8 @@
 import copy
 import io
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ from torch.nn import Parameter
 from training import assert_identical, give_gradients, parameters, stored, train
 
 from flashopt_compile import FlashAdamW, FlashLion, FlashOptimizer, batch, compiled
-from flashopt_compile.batch import Batch, GroupsPerRow, one_group
+from flashopt_compile.batch import Batch, Kernel, Kernels, eager
+from flashopt_compile.pieces import Form
 from flashopt_compile.step import Step
 
 SHAPES = [(40, 64), (48,), (33, 40), (7, 160), (), (64, 48), (32, 32), (5,), (16, 8, 3, 3), (0, 8)]
@@ -131,21 +134,26 @@ def test_gradients_may_change_their_dtype(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(batch, "SMALL_ELEMENTS", 100)
     monkeypatch.setattr(batch, "CHUNK_ELEMENTS", 640)
 
-    def run(groups_per_row: GroupsPerRow) -> list[Tensor]:
+    def run(kernels: Kernels) -> list[Tensor]:
         optimizer = FlashAdamW(params := parameters([(33, 32), (7, 64)]), eager=True)
         for number, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32, torch.bfloat16)):
             give_gradients(params, number)
             work = list(optimizer._work())
             numbers = optimizer._numbers(optimizer.param_groups[0])
-            stepping = Batch(Step.__call__, optimizer._packs, groups_per_row)
+            stepping = Batch(kernels, optimizer._packs)
             for group, name, p, state in work:
                 entry = optimizer._entry(group, name, p, state)
                 assert p.grad is not None
-                stepping.add(entry.step, entry.piece, p.grad.to(dtype), torch.tensor(number + 1.0), numbers)
+                stepping.add(
+                    entry.step, entry.piece, p.grad.to(dtype), torch.tensor(number + 1.0), number + 1.0, numbers
+                )
             stepping.flush()
         return stored(optimizer)
 
-    assert_identical(run(lambda _, dtype, __: 1 if dtype == torch.float16 else 3), run(one_group))
+    def of_three_groups(step: Step, grad_dtype: torch.dtype, *_: object) -> Kernel:
+        return Kernel(step, Form.of(batch.CHUNK_ELEMENTS, 32, 1 if grad_dtype == torch.float16 else 3))
+
+    assert_identical(run(of_three_groups), run(eager))
 
 
 def test_parts_of_large_parameters_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch):
@@ -159,19 +167,22 @@ def test_each_call_has_numbers_of_its_own():
     """Groups that differ in lr, and parameters that differ in their step, share no block."""
     calls: list[int] = []
 
-    def run(step: Step, tensors: Sequence[Tensor], *rest: object) -> None:
+    def run(tensors: Sequence[Tensor], *rest: object) -> None:
         calls.append(len(tensors[0]))
+
+    def watched(*kind: Any) -> Kernel:
+        return replace(eager(*kind), run=run)
 
     optimizer = FlashAdamW(
         [{"params": [p], "lr": lr} for p, lr in zip(parameters([(32, 64)] * 3), (1, 2, 3), strict=True)]
     )
     work = list(optimizer._work())
-    collected = Batch(run, {})
+    collected = Batch(watched, {})
     numbers = {id(group): optimizer._numbers(group) for group in optimizer.param_groups}
     for group, name, p, state in work:
         entry = optimizer._entry(group, name, p, state)
-        collected.add(entry.step, entry.piece, torch.zeros_like(p), torch.tensor(1.0), numbers[id(group)])
-        collected.add(entry.step, entry.piece, torch.zeros_like(p), torch.tensor(2.0), numbers[id(group)])
+        collected.add(entry.step, entry.piece, torch.zeros_like(p), torch.tensor(1.0), 1.0, numbers[id(group)])
+        collected.add(entry.step, entry.piece, torch.zeros_like(p), torch.tensor(2.0), 2.0, numbers[id(group)])
     collected.flush()
     assert calls == [64] * 6
 

@@ -12,8 +12,19 @@ ROOT = Path(__file__).parent.parent
 ORDER: dict[str, list[str]] = {
     "quant": ["ulp", "format", "dither", "split", "compand", "grouped", "bounds"],
     "flashopt_compile": [
-        *("rule", "rules", "storage", "step", "vectors", "pieces", "batch", "compiled", "count", "sharding", "options"),
-        *("checkpoint", "numerics", "memory", "optimizer", "optimizers", "archive", "kernels", "commands", "cli"),
+        *("rule", "rules", "storage", "step", "tiles", "vectors", "pieces", "batch", "compiled", "count", "sharding"),
+        *(
+            "options",
+            "checkpoint",
+            "numerics",
+            "memory",
+            "optimizer",
+            "optimizers",
+            "archive",
+            "kernels",
+            "commands",
+            "cli",
+        ),
     ],
     "flashopt_compile.rules": ["adam", "adamw", "lion", "sgd"],
     "flashopt_compile.checkpoint": ["values", "plain", "flashoptim", "foreign", "states", "weights", "file"],

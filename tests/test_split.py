@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import (
     COUNT,
+    EXTREME_NANS,
     SPECIAL,
     Compiled,
     chunks,
@@ -343,6 +344,14 @@ def test_what_is_not_finite_or_overflows_does_not_come_back(format: Split):
     for u in (None, *(torch.full((7,), u, dtype=torch.int32) for u in (0, LARGEST_NOISE))):
         after = format.advance(head, tail, by, u)
         assert not after[0].isfinite().any() and not format.decode(*after).isfinite().any()
+
+
+@each_format
+def test_a_move_by_any_nan_leaves_one(format: Split):
+    ones = torch.ones(len(EXTREME_NANS))
+    for by in (EXTREME_NANS, ones * math.nan, -ones * math.nan):
+        head, tail = format.advance(*format.encode(ones), by, noises(len(by)))
+        assert head.isnan().all() and not tail.any()
 
 
 # What Inductor makes of it

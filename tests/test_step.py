@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.nn import Parameter
 from training import assert_identical, give_gradients, held, parameters, stored, train
 
 from flashopt_compile import SIGNED8, FlashAdamW, FlashOptimizer, FlashSGD, Moved, batch, rule
-from flashopt_compile.batch import Batch, Run
+from flashopt_compile.batch import Batch, Kernel, Kernels, eager
 from flashopt_compile.pieces import Piece
 from flashopt_compile.rules.adamw import adamw
 from flashopt_compile.step import Place, Step
@@ -33,10 +34,10 @@ def step_for(shape: tuple[int, ...], rounding: str = "dither") -> Step:
     return Step(adamw, storage_of(adamw, torch.bfloat16, shape, 24, True), rounding, maximize=False)
 
 
-def whole_step(one: Step, tensors: list[Tensor], t: Tensor, run: Run = Step.__call__) -> None:
+def whole_step(one: Step, tensors: list[Tensor], t: Tensor, kernels: Kernels = eager) -> None:
     head, grad, *rest = tensors
-    batch = Batch(run, {})
-    batch.add(one, Piece.of(one, [head, *rest]), grad, t, HYPER)
+    batch = Batch(kernels, {})
+    batch.add(one, Piece.of(one, [head, *rest]), grad, t, t.item(), HYPER)
     batch.flush()
 
 
@@ -62,14 +63,17 @@ def test_chunks_give_the_bits_of_the_whole(
     whole_step(one, whole, torch.tensor(2.0))
     sizes = []
 
-    def run(one: Step, block: Sequence[Tensor], *rest: Any) -> None:
+    def run(block: Sequence[Tensor], *rest: Any) -> None:
         assert block[0].dim() == 2 and len(block[0]) > 1 and all(tensor.is_contiguous() for tensor in block)
         sizes.append(block[0].numel())
         one(block, *rest)
 
+    def watched(*kind: Any) -> Kernel:
+        return replace(eager(*kind), run=run)
+
     monkeypatch.setattr(batch, "CHUNK_ELEMENTS", chunk)
     monkeypatch.setattr(batch, "SMALL_ELEMENTS", small)
-    whole_step(one, cut, torch.tensor(2.0), run)
+    whole_step(one, cut, torch.tensor(2.0), watched)
     assert_identical(cut, whole)
     assert sum(sizes) >= whole[0].numel()
     if small < chunk:
@@ -116,8 +120,8 @@ def test_shards_of_columns_give_the_bits_of_the_whole(
         own = [tensor[:, place].clone() for tensor, place in zip(sharded, places, strict=True)]
         head, grad, *rest = own
         piece = Piece.of(one, [head, *rest], first, torch.arange(33) * 128 + first)
-        shards = Batch(Step.__call__, {})
-        shards.add(one, piece, grad, t, HYPER)
+        shards = Batch(eager, {})
+        shards.add(one, piece, grad, t, t.item(), HYPER)
         shards.flush()
         for tensor, place, part in zip(sharded, places, own, strict=True):
             tensor[:, place] = part
