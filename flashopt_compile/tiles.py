@@ -119,27 +119,57 @@ class _TileBuffers(LocalBufferContext):
 
     def __init__(self, kernel_args: Any) -> None:
         super().__init__(kernel_args)
-        self._row_sizes: dict[str, Size] = {}
+        self._begins: dict[str, Size] = {}  # where the tile begins in each buffer
 
     def keep_what_leaves(self, loop: Loop, loops: Sequence[Loop], rows: Size, tile: int) -> None:
         """Give an array to whatever `loop` computes for other loops of the tile, and for these alone."""
         own = set(loop.get_nodes())
         inside = {node for each in loops for node in each.get_nodes()}
+        wholes: dict[Any, list[Any]] = {}
         for buffer in loop.get_outputs():
-            users, layout = {user.node for user in buffer.users}, buffer.node.get_layout()
-            if users <= own or not users <= inside or buffer.get_mutations() or buffer.get_aliases():
-                continue
-            if isinstance(layout, ir.NonOwningLayout) or not layout.is_contiguous():
-                continue  # part of a tensor that others are parts of too
-            row_size = self._row_sizes[buffer.get_name()] = _per_row(sympy.prod(layout.size), rows)
-            layout = ir.FixedLayout(layout.device, layout.dtype, [row_size * tile], [sympy.S.One])
-            self.add_local_buffer(ir.Buffer(name=f"tile_{buffer.get_name()}", layout=layout), [buffer.node])
+            wholes.setdefault(_whole(buffer), []).append(buffer)
+        users = {whole: {user.node for user in whole.users} - {whole.defining_op} for whole in wholes}
+        local = [whole for whole in wholes if users[whole] <= inside and _is_made_of(whole, wholes[whole])]
+        leaving = {whole.defining_op for whole in local if not users[whole] <= own}
+        for whole in local:
+            # What is used within its loop alone is none of Inductor's buffers, but where it does not see the user's.
+            if not users[whole] <= own or users[whole] & leaving:
+                self._keep(whole, wholes[whole], rows, tile)
+
+    def _keep(self, whole: Any, parts: Sequence[Any], rows: Size, tile: int) -> None:
+        layout = whole.node.get_layout()
+        row_size = _per_row(sympy.prod(layout.size), rows)
+        layout = ir.FixedLayout(layout.device, layout.dtype, [row_size * tile], [sympy.S.One])
+        buffers = list({each.get_name(): each.node for each in (whole, *parts)}.values())
+        for node in buffers:
+            offset = node.get_layout().view.get_layout().offset if _is_part(node) else 0
+            self._begins[node.get_name()] = row_size * _FIRST_ROW - offset
+        self.add_local_buffer(ir.Buffer(name=f"tile_{whole.get_name()}", layout=layout), buffers)
 
     def localize_function(self, fn: Any, rewrite_index: Any = None) -> Any:
         def within_tile(_: Any, index: Size, name: str) -> Size:
-            return index - self._row_sizes[name] * _FIRST_ROW
+            return index - self._begins[name]
 
         return super().localize_function(fn, within_tile)
+
+
+def _is_part(node: Any) -> bool:
+    """Whether it is what a concatenation is made of."""
+    return isinstance(node.get_layout(), ir.NonOwningLayout)
+
+
+def _whole(buffer: Any) -> Any:
+    """The concatenation that a buffer is part of, or itself."""
+    if not _is_part(buffer.node):
+        return buffer
+    return V.graph.scheduler.name_to_buf[buffer.node.get_layout().view.get_name()]
+
+
+def _is_made_of(whole: Any, parts: Sequence[Any]) -> bool:
+    """Whether a buffer is memory of its own, of which all is written to `parts`."""
+    if whole.get_mutations() or whole.get_aliases() or not whole.node.get_layout().is_contiguous():
+        return False
+    return parts == [whole] or len(parts) == len(whole.node.inputs)
 
 
 def _ranges(node: Loop) -> tuple[Sequence[Size], Sequence[Size]]:

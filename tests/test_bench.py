@@ -73,13 +73,13 @@ def test_quick_run_without_peers_writes_its_files_and_says_what_is_missing(
     assert found["versions"]["torch"] == torch.__version__
     names = set(Row.__dataclass_fields__) | {"value", "passed"}
     assert all(row.keys() == names for row in found["rows"])
-    races, (growth, cold, warm, memory) = found["rows"][:-4], found["rows"][-4:]
+    races, (growth, first, cold, warm, memory) = found["rows"][:-5], found["rows"][-5:]
     measured = [row for row in races if not row["note"]]
     assert len(measured) == len(races) - len(PEERS) == 6
     for row in measured:
         assert row["value"] == row["baseline_ms"] / row["ours_ms"] and row["rounds"] == QUICK.least_rounds
         assert row["passed"] == (row["value"] >= row["goal"]["limit"] if row["goal"] else None)
-    assert growth["minima_ms"].keys() == {str(elements) for elements in QUICK.growth}
+    assert growth["minima_ms"].keys() == first["minima_ms"].keys() == {str(elements) for elements in QUICK.growth}
     assert (cold["value"], cold["unit"], cold["passed"]) == (41.0, "s", False)
     assert (warm["value"], warm["passed"]) == (41.0, False)
     assert (memory["value"], memory["unit"], memory["passed"]) == (3.0, "MiB", True)
@@ -94,17 +94,19 @@ def test_ratio_is_that_of_the_minima_of_interleaved_rounds(monkeypatch: pytest.M
 
 
 def test_growth_is_the_largest_time_per_element_over_the_smallest(monkeypatch: pytest.MonkeyPatch):
-    times = iter([3.0, 8.0, 2.0, 9.0])  # 2 ms for 2^13 elements, 8 ms for 2^15
+    """Of the second of two steps at a time; the first has a row without a goal."""
+    times = iter([7.0, 3.0, 8.0, 8.0, 6.0, 2.0, 8.0, 9.0])  # 2 ms for 2^13 elements and 8 for 2^15; 6 and 8 at first
     monkeypatch.setattr(speed, "timed_ms", lambda runner, device: next(times))
     monkeypatch.setattr(peers, "OUR_ADAMW", OURS)
-    row = speed.growth(QUICK, CPU)
+    row, first = speed.growth(QUICK, CPU)
     assert row.value == 1.0 and row.minima_ms == {"8192": 2.0, "32768": 8.0} and row.has_passed
+    assert first.value == 3.0 and first.minima_ms == {"8192": 6.0, "32768": 8.0} and first.verdict == "–"
 
 
 def test_growth_says_which_sizes_do_not_fit(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(peers, "OUR_ADAMW", OURS)
     monkeypatch.setattr(speed, "free_bytes", lambda device: speed.BYTES_PER_ELEMENT * QUICK.growth[0])
-    row = speed.growth(QUICK, CPU)
+    row, _ = speed.growth(QUICK, CPU)
     assert row.minima_ms.keys() == {"8192"} and "without 0.0312M" in row.note
 
 
