@@ -100,10 +100,13 @@ class Split:
         codes = (rest * two_over(binade(rounded, self.narrow, bounded=False))) * self._codes
         if noise is not None and self.tail != torch.int8:  # which are too large for `whole` to add it to
             codes, noise = codes + centred(noise), None
+        choose = (
+            torch.where if self.tail == torch.int8 else select
+        )  # gcc would branch, to round less often
         size = by.abs()
-        moved = size > 0  # nor is NaN
-        rounded = torch.where(moved, rounded, from_bits(bits_of(value) | bits_of(size)))
-        codes = torch.where(moved, codes, tail.to(torch.float32))
+        moved = size > 0  # which NaN is not
+        rounded = choose(moved, rounded, from_bits(bits_of(value) | bits_of(size)))
+        codes = choose(moved, codes, tail.to(torch.float32))
         codes = whole(codes, -self.levels, self.levels, noise, WEIGHT_NOISE_BITS)
         return narrowed(rounded, self.narrow), codes.to(self.tail)
 

@@ -169,7 +169,15 @@ def check_eager_bits(kind: Any, options: dict[str, Any]) -> None:
 @needs_gcc
 @pytest.mark.parametrize("bits", [256, 512])
 @pytest.mark.parametrize(
-    ("kind", "options"), [(FlashAdamW, {}), (FlashSGD, {"momentum": 0.9, "weight_decay": 0.1}), (FlashLion, {})]
+    ("kind", "options"),
+    [
+        (FlashAdamW, {}),
+        (FlashAdamW, {"rounding": "nearest"}),
+        (FlashSGD, {"momentum": 0.9, "weight_decay": 0.1}),
+        (FlashSGD, {"momentum": 0.9, "master_weight_bits": 32}),
+        (FlashLion, {}),
+        (FlashLion, {"master_weight_bits": None}),
+    ],
 )
 def test_gcc_vectorizes_every_loop_to_the_eager_bits(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: Any, options: dict[str, Any], bits: int
