@@ -100,20 +100,33 @@ def _run_whole(step: Step, tensors: Sequence[Tensor], t: Tensor, place: Place, h
 def _kernel_in_cache(step: Step, grad_dtype: torch.dtype, device: torch.device, hyper: Numbers) -> Kernel:
     """The kernel for blocks of any number of rows, compiled."""
     _keep_freed_memory()
-    by_gcc, size = vectors.come_from_gcc(step, grad_dtype), step.storage.group_size
-    if by_gcc:
+    size, plain_loops = step.storage.group_size, vectors.plain_loops()
+    if plain_loops:
         form = Form.of(TILED_CHUNK_ELEMENTS, size, vectors.groups_per_row(size))
-        direct, context = Direct({**CPU_OPTIONS, **vectors.plain_loops()}), vectors.left_to_gcc()
+        direct, context = Direct({**CPU_OPTIONS, **plain_loops}), vectors.left_to_gcc()
     else:
         form = Form.of(CHUNK_ELEMENTS, size, 1)
         direct, context = Direct({**CPU_OPTIONS, **vectors.wide_vectors()}), nullcontext()
+    tensors, t, place, numbers = _example(step, grad_dtype, device, form, hyper)
+    by_bits = bool(plain_loops) and any(tensor.dtype == torch.float16 for tensor in tensors)
 
     def kernel(tensors: Sequence[Tensor], t: Tensor, place: Place, hyper: Numbers) -> None:
         step(tensors, t, place, hyper)
 
+    def run_by_bits(tensors: Sequence[Tensor], t: Tensor, place: Place, hyper: Numbers) -> None:
+        direct(_fp16_by_bits(tensors), t, place, hyper)
+
+    tensors = _fp16_by_bits(tensors) if by_bits else tensors
+    for tensor in (*tensors, *(place.terms or ())[:1]):
+        mark_rows(tensor)
     with context:
-        direct.bind(_compile(kernel, step, backend=direct.backend), *_example(step, grad_dtype, device, form, hyper))
-    return Kernel(direct, form)
+        direct.bind(_compile(kernel, step, backend=direct.backend), tensors, t, place, numbers)
+    return Kernel(run_by_bits if by_bits else direct, form)
+
+
+def _fp16_by_bits(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """As gcc takes it, which has no vectors for its conversion."""
+    return [tensor.view(torch.int16) if tensor.dtype == torch.float16 else tensor for tensor in tensors]
 
 
 class Direct:
@@ -174,13 +187,11 @@ def _compile(kernel: FunctionType, step: Step, **how: Any) -> Callable[..., None
 def _example(
     step: Step, grad_dtype: torch.dtype, device: torch.device, form: Form, hyper: Numbers
 ) -> tuple[list[Tensor], Tensor, Place, Numbers]:
-    """A block of zeros of a size by which Inductor decides on threads; its rows not to be baked in."""
+    """A block of zeros, of a size by which Inductor decides on threads."""
     size = step.storage.group_size
     rows = form.padded(CHUNK_ELEMENTS // size)
     tensors = [form.join(each) for each in step.storage.zeros((rows, size), grad_dtype, device)]
     place = form.place(0, row_phases(rows, size, size, device).clone(), size)
-    for tensor in (*tensors, *(place.terms or ())[:1]):
-        mark_rows(tensor)
     # Copies, as of one tensor that is two numbers at once Dynamo would make one input.
     numbers = {
         name: tuple(map(torch.clone, value)) if isinstance(value, tuple) else value.clone()

@@ -12,7 +12,7 @@ from flashopt_compile.rule import Moved, Rule
 from flashopt_compile.storage import Storage
 from quant.dither import block_phases, mix_phases, noise, phase_of, phases_of, step_phase
 from quant.grouped import Grouped
-from quant.ulp import kept, once, spread
+from quant.ulp import kept, once, spread, widened
 
 Numbers = dict[str, Any]
 
@@ -80,7 +80,7 @@ class Step:
         beside = len(weight.names) - 1
         weight_parts, stored = (head, *stored[:beside]), stored[beside:]
         w = weight.decode_fast(*weight_parts)
-        g = grad.to(torch.float32)
+        g = widened(grad)
         states, groups = [], []
         for format in formats:
             own, stored = stored[: len(format.names)], stored[len(format.names) :]

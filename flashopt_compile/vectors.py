@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from flashopt_compile.step import Step
-from flashopt_compile.storage import FLAT_COLUMNS
 from quant.ulp import scalar_loops
 
 # torch._inductor is imported where it is needed: it takes a second, and compiling imports it anyway.
@@ -28,12 +26,6 @@ GCC_FLAGS = (
 # For vectors of 512 bits: whatever the processor, the order that suits the first that had them (one that gcc does not
 # know gets one for half of that), and no halves, which gcc prefers for that one.
 WIDE_FLAGS = "-mtune=skylake-avx512 -mprefer-vector-width=512"
-
-
-def come_from_gcc(step: Step, grad_dtype: torch.dtype) -> bool:
-    """Whether gcc is to make the vectors of a step. It has none for the conversion of fp16."""
-    dtypes = {part.dtype for part in step.storage.step_parts((1, FLAT_COLUMNS), grad_dtype)}
-    return torch.float16 not in dtypes and bool(plain_loops())
 
 
 def groups_per_row(group_size: int) -> int:

@@ -30,6 +30,7 @@ from quant.ulp import (
     spacing,
     two_over,
     whole,
+    widened,
 )
 
 
@@ -100,9 +101,7 @@ class Split:
         codes = (rest * two_over(binade(rounded, self.narrow, bounded=False))) * self._codes
         if noise is not None and self.tail != torch.int8:  # which are too large for `whole` to add it to
             codes, noise = codes + centred(noise), None
-        choose = (
-            torch.where if self.tail == torch.int8 else select
-        )  # gcc would branch, to round less often
+        choose = torch.where if self.tail == torch.int8 else select  # gcc would branch, to round less often
         size = by.abs()
         moved = size > 0  # which NaN is not
         rounded = choose(moved, rounded, from_bits(bits_of(value) | bits_of(size)))
@@ -120,7 +119,7 @@ class Split:
 
     def _terms(self, head: Tensor, tail: Tensor, bounded: bool = False) -> tuple[Tensor, Tensor]:
         """The values of head and tail, whose sum is the weight; if not `bounded`, the latter is NaN beside some Inf."""
-        value = head.to(torch.float32)
+        value = widened(head)
         return value, (tail.to(torch.float32) * (0.5 / self._codes)) * binade(value, self.narrow, bounded)
 
 
@@ -146,7 +145,7 @@ class Rounded:
         return (nearest(w, self.narrow).to(self.head),)
 
     def decode(self, head: Tensor) -> Tensor:
-        return head.to(torch.float32)
+        return widened(head)
 
     decode_fast = decode
 

@@ -118,10 +118,24 @@ def overflow(rounded: Tensor, narrow: NarrowFloat) -> Tensor:
 
 
 def narrowed(x: Tensor, narrow: NarrowFloat) -> Tensor:
-    """fp32 x, which lies on the grid of `narrow`, in its dtype."""
-    if _scalar_loops and narrow.is_cut_fp32:  # a conversion would round once more, and mind NaN
+    """fp32 x, which lies on the grid of `narrow`, in its dtype; fp16 by its bits in `scalar_loops`."""
+    if not _scalar_loops:
+        return x.to(narrow.dtype)
+    if narrow.is_cut_fp32:  # a conversion would round once more, and mind NaN
         return (bits_of(x) >> 16).to(torch.int16).view(narrow.dtype)
-    return x.to(narrow.dtype)
+    size = (bits_of(x.abs() * 2.0**-112) >> 13).clamp(max=0x7C00)
+    size = size | (-(x != x).to(torch.int32) & 0x200)
+    return (size | (bits_of(x) >> 16) & 0x8000).to(torch.int16)
+
+
+def widened(x: Tensor) -> Tensor:
+    """The fp32 values of floats, or of the bits of fp16, as which a compiler takes it that has no vectors for it."""
+    if x.dtype != torch.int16:
+        return x.to(torch.float32)
+    bits = x.to(torch.int32)
+    size = (bits & 0x7FFF) << 13
+    infinite = -(size >= 0x7C00 << 13).to(torch.int32) & EXPONENT
+    return from_bits(bits_of(from_bits(size) * 2.0**112) | infinite | (bits & SIGN))
 
 
 def round_up(x: Tensor) -> Tensor:

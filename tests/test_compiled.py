@@ -17,9 +17,6 @@ from torch.optim.lr_scheduler import OneCycleLR
 from training import assert_identical, give_gradients, parameters, stored, train
 
 from flashopt_compile import FlashAdamW, FlashLion, FlashOptimizer, FlashSGD, compiled, rule, vectors
-from flashopt_compile.rules.adamw import adamw
-from flashopt_compile.step import Step
-from flashopt_compile.storage import storage_of
 
 BF16 = torch.bfloat16
 # 15 shapes of whole groups, 40 tensors, among them one of a single group's height and ones of three and four dims.
@@ -155,10 +152,10 @@ def test_gcc_is_told_to_use_vectors_as_wide_as_inductors():
 needs_gcc = pytest.mark.skipif(not vectors.plain_loops(), reason="gcc on Linux alone is told to vectorize")
 
 
-def check_eager_bits(kind: Any, options: dict[str, Any]) -> None:
+def check_eager_bits(kind: Any, options: dict[str, Any], dtype: torch.dtype = BF16) -> None:
     """Of parameters whose groups make pairs and ones whose do not, in rows that end in short groups too."""
     shapes = [(64, 64), (33, 32), (40, 75)]
-    ours, theirs = (kind(parameters(shapes), lr=0.05, eager=eager, **options) for eager in (False, True))
+    ours, theirs = (kind(parameters(shapes, dtype), lr=0.05, eager=eager, **options) for eager in (False, True))
     for number in range(3):
         for optimizer in (ours, theirs):
             give_gradients(optimizer.param_groups[0]["params"], number)
@@ -169,18 +166,20 @@ def check_eager_bits(kind: Any, options: dict[str, Any]) -> None:
 @needs_gcc
 @pytest.mark.parametrize("bits", [256, 512])
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    ("kind", "options", "dtype"),
     [
-        (FlashAdamW, {}),
-        (FlashAdamW, {"rounding": "nearest"}),
-        (FlashSGD, {"momentum": 0.9, "weight_decay": 0.1}),
-        (FlashSGD, {"momentum": 0.9, "master_weight_bits": 32}),
-        (FlashLion, {}),
-        (FlashLion, {"master_weight_bits": None}),
+        (FlashAdamW, {}, BF16),
+        (FlashAdamW, {"rounding": "nearest"}, BF16),
+        (FlashSGD, {"momentum": 0.9, "weight_decay": 0.1}, BF16),
+        (FlashSGD, {"momentum": 0.9, "master_weight_bits": 32}, BF16),
+        (FlashLion, {}, BF16),
+        (FlashLion, {"master_weight_bits": None}, BF16),
+        (FlashLion, {}, torch.float16),
+        (FlashSGD, {"momentum": 0.9, "master_weight_bits": 32}, torch.float16),
     ],
 )
 def test_gcc_vectorizes_every_loop_to_the_eager_bits(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: Any, options: dict[str, Any], bits: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: Any, options: dict[str, Any], dtype: torch.dtype, bits: int
 ):
     """With one group in a row and with two; a loop that it left out would take ten times as long."""
     report, plain = tmp_path / "loops", vectors.plain_loops()
@@ -188,7 +187,7 @@ def test_gcc_vectorizes_every_loop_to_the_eager_bits(
     monkeypatch.setattr(vectors, "plain_loops", lambda: {**plain, "cpp.march": march})
     monkeypatch.setattr(vectors, "_vector_bits", lambda: bits)
     monkeypatch.setattr(compiled, "_kernels", {})
-    check_eager_bits(kind, options)
+    check_eager_bits(kind, options, dtype)
     found = re.findall(r"^(.*):(\d+):\d+: optimized: loop vectorized", report.read_text(), re.MULTILINE)
     source = Path(found[0][0]).read_text()
     depths = [len(indent) for indent in re.findall(r"^( *)for\(", source, re.MULTILINE)]
@@ -235,12 +234,3 @@ def test_inductors_own_vectors_give_the_eager_bits(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(vectors, "plain_loops", dict)
     monkeypatch.setattr(compiled, "_kernels", {})
     check_eager_bits(FlashAdamW, {})
-
-
-def test_fp16_is_not_left_to_gcc():
-    def by_gcc(dtype: torch.dtype, grad_dtype: torch.dtype) -> bool:
-        step = Step.of(adamw, storage_of(adamw, dtype, (64, 64), 24, True), "dither", False)
-        return vectors.come_from_gcc(step, grad_dtype)
-
-    assert not by_gcc(torch.float16, torch.float16) and not by_gcc(torch.bfloat16, torch.float16)
-    assert by_gcc(torch.bfloat16, torch.float32) == bool(vectors.plain_loops())

@@ -37,6 +37,7 @@ from quant.ulp import (
     sqrt,
     two_over,
     whole,
+    widened,
     with_sign,
 )
 
@@ -163,6 +164,15 @@ def test_narrowing_what_lies_on_the_grid_is_a_conversion(x: Tensor):
     with scalar_loops():
         narrow = narrowed(on_grid, BF16)
     assert differences(narrow, on_grid.to(torch.bfloat16)) == 0
+
+
+def test_fp16_by_its_bits_is_the_conversion_both_ways():
+    bits = torch.arange(-(2**15), 2**15).to(torch.int16)
+    halves = bits.view(torch.float16)
+    assert differences(widened(bits), halves.float()) == 0
+    with scalar_loops():
+        back = narrowed(halves.float(), FP16)
+    assert back.dtype == torch.int16 and differences(back.view(torch.float16), halves) == 0
 
 
 def rounded_up_bits(x: Tensor) -> Tensor:
