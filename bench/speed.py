@@ -31,6 +31,7 @@ from bench.speed_rows import Goal, Row, table
 
 MIB = 2**20
 WARM_UP_STEPS = 2  # the first compiles and makes the state, the second shows that it steps
+STEPS_AFTER_THE_FIRST = 4  # of a size at its turn in `growth`
 WATCHED_WEIGHTS = 4096
 BYTES_PER_ELEMENT = 10  # of ours with its gradient, and some to spare
 PACKAGES = ("flashopt-compile", "torch", "triton", *(peer.package for peer in peers.PEERS))
@@ -172,8 +173,8 @@ def in_millions(elements: int) -> str:
 def growth(plan: Plan, device: torch.device) -> list[Row]:
     """Time per element of FlashAdamW on parameters of all sizes in turn: the largest over the smallest.
 
-    Two steps at each turn, a row for each: the second, and the first, which finds the caches as a step of another size
-    has left them, without any of Python's own code and data.
+    Several steps at each turn. The first, which finds the caches as a step of another size has left them, without
+    Python's own code and data, has a row of its own.
     """
     runners: dict[int, Runner] = {}
     lacking: list[str] = []
@@ -187,14 +188,14 @@ def growth(plan: Plan, device: torch.device) -> list[Row]:
         runners[elements] = peers.OUR_ADAMW.build([(elements // 1024, 1024)], device)
         warm_up(runners[elements])
     first_ms: dict[int, list[float]] = {elements: [] for elements in runners}
-    second_ms: dict[int, list[float]] = {elements: [] for elements in runners}
+    later_ms: dict[int, list[float]] = {elements: [] for elements in runners}
     for _ in rounds_of(plan):
         for elements, runner in runners.items():
-            for times_ms in (first_ms, second_ms):
+            for times_ms in (first_ms, *[later_ms] * STEPS_AFTER_THE_FIRST):
                 times_ms[elements].append(timed_ms(runner, device))
     work = f"AdamW, time per element, {in_millions(min(runners))} to {in_millions(max(runners))}"
     return [
-        growth_row(work, second_ms, goal_on(device, "≤", 1.15), lacking),
+        growth_row(work, later_ms, goal_on(device, "≤", 1.15), lacking),
         growth_row(f"{work}, right after another size", first_ms, None, lacking),
     ]
 

@@ -1,11 +1,11 @@
 """The only place that compiles: a `Step` becomes one fused kernel, written by Inductor for the device at hand."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from itertools import count
 from types import CodeType, FunctionType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -17,18 +17,16 @@ from flashopt_compile.step import Numbers, Place, Step
 
 _number = count()
 _kernels: dict[tuple[Any, ...], Any] = {}
-# What we have made ourselves needs no checks by Inductor.
-OPTIONS: dict[str, Any] = {"size_asserts": False}
+OPTIONS: dict[str, Any] = {
+    # What we have made ourselves needs no checks by Inductor, and a frozen `Step` none by Dynamo beside its tensors'.
+    "size_asserts": False,
+    "guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe,
+}
 # Whatever is not shared by a whole group is computed anew where it is needed: what Inductor would store between
 # loops instead, up to four bytes an element each, costs more to write and read back. See docs/performance.md.
 CPU_OPTIONS = {**OPTIONS, "realize_opcount_threshold": 1000, "realize_reads_threshold": 1000}
-GPU_OPTIONS = {
-    **OPTIONS,
-    # A group's scale, of some 40 operations, is not to become a temporary, which would take a kernel of its own.
-    "realize_opcount_threshold": 60,
-    # A frozen `Step` needs no checks by Dynamo beside its tensors'.
-    "guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe,
-}
+# A group's scale, of some 40 operations, is not to become a temporary, which would take a kernel of its own.
+GPU_OPTIONS = {**OPTIONS, "realize_opcount_threshold": 60}
 # Elements that a call takes where loops are in tiles, which leave next to nothing in memory between them.
 TILED_CHUNK_ELEMENTS = 1 << 24
 
@@ -76,7 +74,7 @@ def compile_in_place(step: Step, **options: Any) -> Callable[..., None]:
         for tensors, place in zip(blocks, places, strict=True):
             step(tensors, t, place, hyper)
 
-    return _compile(kernel, step, options={**GPU_OPTIONS, **options})
+    return _compile(kernel, step, {**GPU_OPTIONS, **options})
 
 
 def mark_rows(tensor: Tensor) -> None:
@@ -101,27 +99,28 @@ def _kernel_in_cache(step: Step, grad_dtype: torch.dtype, device: torch.device, 
     """The kernel for blocks of any number of rows, compiled."""
     _keep_freed_memory()
     size, plain_loops = step.storage.group_size, vectors.plain_loops()
-    if plain_loops:
-        form = Form.of(TILED_CHUNK_ELEMENTS, size, vectors.groups_per_row(size))
-        direct, context = Direct({**CPU_OPTIONS, **plain_loops}), vectors.left_to_gcc()
-    else:
-        form = Form.of(CHUNK_ELEMENTS, size, 1)
-        direct, context = Direct({**CPU_OPTIONS, **vectors.wide_vectors()}), nullcontext()
-    tensors, t, place, numbers = _example(step, grad_dtype, device, form, hyper)
-    by_bits = bool(plain_loops) and any(tensor.dtype == torch.float16 for tensor in tensors)
 
     def kernel(tensors: Sequence[Tensor], t: Tensor, place: Place, hyper: Numbers) -> None:
         step(tensors, t, place, hyper)
 
-    def run_by_bits(tensors: Sequence[Tensor], t: Tensor, place: Place, hyper: Numbers) -> None:
-        direct(_fp16_by_bits(tensors), t, place, hyper)
-
+    if plain_loops:
+        form = Form.of(TILED_CHUNK_ELEMENTS, size, vectors.groups_per_row(size))
+        # In every call: what Dynamo watches beside its arguments may have it compile again.
+        compiled = vectors.left_to_gcc()(_compile(kernel, step, {**CPU_OPTIONS, **plain_loops}))
+    else:
+        form = Form.of(CHUNK_ELEMENTS, size, 1)
+        compiled = _compile(kernel, step, {**CPU_OPTIONS, **vectors.wide_vectors()})
+    tensors, t, place, numbers = _example(step, grad_dtype, device, form, hyper)
+    by_bits = bool(plain_loops) and any(tensor.dtype == torch.float16 for tensor in tensors)
     tensors = _fp16_by_bits(tensors) if by_bits else tensors
     for tensor in (*tensors, *(place.terms or ())[:1]):
         mark_rows(tensor)
-    with context:
-        direct.bind(_compile(kernel, step, backend=direct.backend), tensors, t, place, numbers)
-    return Kernel(run_by_bits if by_bits else direct, form)
+    run = _without_checks(compiled, tensors, t, place, numbers)
+
+    def run_by_bits(tensors: Sequence[Tensor], t: Tensor, place: Place, hyper: Numbers) -> None:
+        run(_fp16_by_bits(tensors), t, place, hyper)
+
+    return Kernel(run_by_bits if by_bits else run, form)
 
 
 def _fp16_by_bits(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -129,41 +128,35 @@ def _fp16_by_bits(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.view(torch.int16) if tensor.dtype == torch.float16 else tensor for tensor in tensors]
 
 
-class Direct:
-    """What Inductor has compiled, called without Dynamo's checks of all arguments: blocks differ in their rows alone.
+def _without_checks(compiled: Callable[..., None], *example: Any) -> Callable[..., None]:
+    """Compile for an example, and return Inductor's own function, of the same arguments, that this has called.
 
-    They would take longer than the rest of a call, and more so when other work has had the caches since the last.
+    Blocks of a form differ in their rows alone. What Dynamo and others check in each call would take longer than the
+    rest of it, and more so when other work has had the caches since the last.
     """
+    from torch._inductor.output_code import CompiledFxGraph
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        self._options = options
-        self._function: Any = None
-        self._inputs: tuple[Any, ...] = ()
-        self._order: list[int | None] = []
+    calls: list[tuple[Callable[..., Any], list[Any]]] = []
+    real = CompiledFxGraph.__call__
 
-    def backend(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """For `torch.compile`: Inductor's, but for noting what it is called with."""
-        from torch._inductor.compile_fx import compile_fx
+    def noting(graph: Any, inputs: Any) -> Any:
+        calls.append((graph.current_callable, list(inputs)))
+        return real(graph, inputs)
 
-        self._function = compile_fx(graph, inputs, config_patches=self._options)
-
-        def noting(*inputs: Any) -> Any:
-            self._inputs = inputs
-            return self._function(*inputs)
-
-        return noting
-
-    def bind(self, compiled: Callable[..., None], *example: Any) -> None:
-        """Have it compiled, and find out which of its arguments the graph takes in which order."""
+    with mock.patch.object(CompiledFxGraph, "__call__", noting):
         compiled(*example)
-        leaves, rows = {id(leaf): number for number, leaf in enumerate(_leaves(*example))}, len(example[0][0])
-        assert all(id(each) in leaves or each == rows for each in self._inputs)
-        self._order = [leaves.get(id(each)) for each in self._inputs]
-        self._inputs = ()
+    leaves, rows = {id(leaf): number for number, leaf in enumerate(_leaves(*example))}, len(example[0][0])
+    others = [each for _, inputs in calls for each in inputs if id(each) not in leaves]
+    if len(calls) != 1 or any(isinstance(each, Tensor) or each != rows for each in others):
+        return compiled
+    ((function, inputs),) = calls
+    order = [leaves.get(id(each)) for each in inputs]
 
-    def __call__(self, tensors: Sequence[Tensor], t: Tensor, place: Place, hyper: Numbers) -> None:
+    def run(tensors: Sequence[Tensor], t: Tensor, place: Place, hyper: Numbers) -> None:
         leaves, rows = _leaves(tensors, t, place, hyper), len(tensors[0])
-        self._function(*[rows if number is None else leaves[number] for number in self._order])
+        function([rows if number is None else leaves[number] for number in order])
+
+    return run
 
 
 def _leaves(tensors: Sequence[Tensor], t: Tensor, place: Place, hyper: Numbers) -> list[Tensor]:
@@ -177,11 +170,11 @@ def _leaves(tensors: Sequence[Tensor], t: Tensor, place: Place, hyper: Numbers) 
     return leaves
 
 
-def _compile(kernel: FunctionType, step: Step, **how: Any) -> Callable[..., None]:
+def _compile(kernel: FunctionType, step: Step, options: dict[str, Any]) -> Callable[..., None]:
     # Dynamo counts graphs, and gives up at eight, per code object: each kernel gets one of its own.
     code: CodeType = kernel.__code__
     kernel.__code__ = code.replace(co_name=f"{step.rule.name}_step_{next(_number)}")
-    return torch.compile(kernel, fullgraph=True, **how)
+    return torch.compile(kernel, fullgraph=True, options=options)
 
 
 def _example(

@@ -94,8 +94,10 @@ def test_ratio_is_that_of_the_minima_of_interleaved_rounds(monkeypatch: pytest.M
 
 
 def test_growth_is_the_largest_time_per_element_over_the_smallest(monkeypatch: pytest.MonkeyPatch):
-    """Of the second of two steps at a time; the first has a row without a goal."""
-    times = iter([7.0, 3.0, 8.0, 8.0, 6.0, 2.0, 8.0, 9.0])  # 2 ms for 2^13 elements and 8 for 2^15; 6 and 8 at first
+    """Of all steps of a turn but the first, which has a row without a goal."""
+    monkeypatch.setattr(speed, "STEPS_AFTER_THE_FIRST", 2)
+    # 2 ms for 2^13 elements and 8 for 2^15; 6 and 8 at first
+    times = iter([7.0, 4.0, 3.0, 8.0, 8.0, 9.0, 6.0, 2.0, 3.0, 8.0, 9.0, 9.0])
     monkeypatch.setattr(speed, "timed_ms", lambda runner, device: next(times))
     monkeypatch.setattr(peers, "OUR_ADAMW", OURS)
     row, first = speed.growth(QUICK, CPU)

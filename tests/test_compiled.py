@@ -42,8 +42,13 @@ def start_afresh() -> Iterator[None]:
 
 @pytest.fixture
 def dynamo_alone(monkeypatch: pytest.MonkeyPatch, start_afresh: None) -> None:
-    """Trace and count graphs as ever, but run them without Inductor: the count costs seconds, not minutes."""
-    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, inputs, config_patches: graph)
+    """Trace, guard and count graphs as ever, but run them without Inductor: the count costs seconds, not minutes."""
+    real = torch.compile
+
+    def traced(function: Any, fullgraph: bool, options: dict[str, Any]) -> Any:
+        return real(function, fullgraph=fullgraph, backend="eager")
+
+    monkeypatch.setattr(torch, "compile", traced)
 
 
 def test_one_graph_serves_a_model_under_every_schedule(start_afresh: None):
