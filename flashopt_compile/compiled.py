@@ -38,10 +38,10 @@ def batch(packs: dict[tuple[int, ...], Pack]) -> Batch:
 
 def kernel(step: Step, grad_dtype: torch.dtype, device: torch.device, hyper: Numbers) -> Kernel:
     """Of blocks of a step; on a CPU contiguous ones of at least two rows, for which it is compiled on first use."""
-    # Inductor writes code for so many threads.
-    key = id(step), grad_dtype, device, torch.get_num_threads()
+    in_cache = works_in_cache(device)
+    key = id(step), grad_dtype, device, in_cache, torch.get_num_threads()  # for so many Inductor writes code
     if key not in _kernels:
-        if works_in_cache(device):
+        if in_cache:
             _kernels[key] = _kernel_in_cache(step, grad_dtype, device, hyper)
         else:
             _kernels[key] = Kernel(partial(_run_whole, step), Form.of(CHUNK_ELEMENTS, step.storage.group_size, 1))
@@ -136,11 +136,11 @@ def _without_checks(compiled: Callable[..., None], *example: Any) -> Callable[..
     """
     from torch._inductor.output_code import CompiledFxGraph
 
-    calls: list[tuple[Callable[..., Any], list[Any]]] = []
+    calls: list[tuple[Any, list[Any]]] = []
     real = CompiledFxGraph.__call__
 
     def noting(graph: Any, inputs: Any) -> Any:
-        calls.append((graph.current_callable, list(inputs)))
+        calls.append((graph, list(inputs)))
         return real(graph, inputs)
 
     with mock.patch.object(CompiledFxGraph, "__call__", noting):
@@ -149,12 +149,15 @@ def _without_checks(compiled: Callable[..., None], *example: Any) -> Callable[..
     others = [each for _, inputs in calls for each in inputs if id(each) not in leaves]
     if len(calls) != 1 or any(isinstance(each, Tensor) or each != rows for each in others):
         return compiled
-    ((function, inputs),) = calls
+    ((graph, inputs),) = calls
     order = [leaves.get(id(each)) for each in inputs]
 
     def run(tensors: Sequence[Tensor], t: Tensor, place: Place, hyper: Numbers) -> None:
         leaves, rows = _leaves(tensors, t, place, hyper), len(tensors[0])
-        function([rows if number is None else leaves[number] for number in order])
+        graph.current_callable([rows if number is None else leaves[number] for number in order])
+        head, _, *rest = tensors
+        # For autograd to notice that what it may have saved is no longer what it was.
+        torch.autograd.graph.increment_version([head, *rest])
 
     return run
 

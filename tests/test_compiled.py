@@ -234,6 +234,20 @@ def test_loops_are_left_to_gcc_when_dynamo_compiles_again(start_afresh: None):
     assert loops[0] == loops[1] and len(loops[0]) > len(set(loops[0])) > 1
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_autograd_notices_that_a_step_has_changed_what_it_saved(dtype: torch.dtype):
+    """A parameter that is stepped in place, and small ones that are copied."""
+    for shape in ((512, 256), (64, 64)):
+        (p,) = parameters([shape], dtype)
+        optimizer = train(FlashAdamW([p]), range(1))
+        loss = (p * p).sum()
+        before = p._version
+        train(optimizer, range(1))
+        assert p._version == before + 1
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 def test_inductors_own_vectors_give_the_eager_bits(monkeypatch: pytest.MonkeyPatch):
     """Where the compiler is not gcc."""
     monkeypatch.setattr(vectors, "plain_loops", dict)
