@@ -173,8 +173,8 @@ def in_millions(elements: int) -> str:
 def growth(plan: Plan, device: torch.device) -> list[Row]:
     """Time per element of FlashAdamW on parameters of all sizes in turn: the largest over the smallest.
 
-    Several steps at each turn. The first, which finds the caches as a step of another size has left them, without
-    Python's own code and data, has a row of its own.
+    By the first step of each turn, which finds the caches as a step of another size has left them, without Python's own
+    code and data; the others of the turn have a row of their own.
     """
     runners: dict[int, Runner] = {}
     lacking: list[str] = []
@@ -195,8 +195,8 @@ def growth(plan: Plan, device: torch.device) -> list[Row]:
                 times_ms[elements].append(timed_ms(runner, device))
     work = f"AdamW, time per element, {in_millions(min(runners))} to {in_millions(max(runners))}"
     return [
-        growth_row(work, later_ms, goal_on(device, "≤", 1.15), lacking),
-        growth_row(f"{work}, right after another size", first_ms, None, lacking),
+        growth_row(work, first_ms, goal_on(device, "≤", 1.15), lacking),
+        growth_row(f"{work}, several steps in a row", later_ms, None, lacking),
     ]
 
 
