@@ -3,7 +3,8 @@
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,11 +23,14 @@ def works_in_cache(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+BoundKernel = Callable[[Tensor], None]  # steps a block by its gradient, contiguous and in any shape
+
+
 @dataclass(frozen=True)
 class Kernel:
-    """What steps a block, in place, and the form that it takes blocks in."""
+    """What steps blocks in place, given head and rest, step count, place and numbers; and the form that they have."""
 
-    run: Callable[[Sequence[Tensor], Tensor, Place, Numbers], None]
+    bind: Callable[[Sequence[Tensor], Tensor, Place, Numbers], BoundKernel]
     form: Form
 
 
@@ -35,7 +39,31 @@ Kernels = Callable[[Step, torch.dtype, torch.device, Numbers], Kernel]
 
 def eager(step: Step, grad_dtype: torch.dtype, device: torch.device, hyper: Numbers) -> Kernel:
     """The step itself, uncompiled, to which the form of a block is all the same."""
-    return Kernel(step, Form.of(CHUNK_ELEMENTS, step.storage.group_size, 1))
+    return Kernel(partial(bind, step), Form.of(CHUNK_ELEMENTS, step.storage.group_size, 1))
+
+
+def bind(
+    run: Callable[[Sequence[Tensor], Tensor, Place, Numbers], None],
+    stored: Sequence[Tensor],
+    t: Tensor,
+    place: Place,
+    hyper: Numbers,
+) -> BoundKernel:
+    """Of a function that takes the gradient among the tensors of its block, in the shape of the head."""
+    head, *rest = stored
+
+    @torch.no_grad()
+    def step(grad: Tensor) -> None:
+        run([head, grad.view_as(head), *rest], t, place, hyper)
+
+    return step
+
+
+class Call(NamedTuple):
+    """A part of a step, which takes some of all gradients."""
+
+    run: Callable[..., None]
+    grads: tuple[int, ...]
 
 
 class Pack:
@@ -62,7 +90,7 @@ class Pack:
         self._guests: list[Tensor] = []
         self._guest_places: list[Tensor] = []
 
-    def block(self, grads: list[Tensor]) -> list[Tensor]:
+    def block(self, grads: tuple[Tensor, ...]) -> list[Tensor]:
         """Copies of head and gradient, and the rest."""
         if any(piece.home is not self for piece in self.pieces):
             self._take_in()
@@ -128,7 +156,7 @@ class Pack:
         return whole[: sum(rows)].split(rows)
 
 
-def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+def copy_all(targets: list[Tensor], sources: list[Tensor] | tuple[Tensor, ...]) -> None:
     if targets:
         torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
 
@@ -148,6 +176,7 @@ class Waiting:
     hyper: Numbers
     pieces: list[Piece] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)  # of the gradients among all of the step
     rows: int = 0
 
 
@@ -155,15 +184,20 @@ class Batch:
     """Steps parameters by `kernels`, the small ones of like kind as one block.
 
     `packs` is for the caller to keep from step to step, while the pieces last: how those blocks are put together.
+    `calls` is what a step has done, to be done again with other gradients of the same form; None if parts of it have
+    to be worked out anew each time, as what they would keep takes memory.
     """
 
     def __init__(self, kernels: Kernels, packs: dict[tuple[int, ...], Pack]) -> None:
+        self.calls: list[Call] | None = []
         self._kernels = kernels
         self._packs = packs
+        self._added = 0
         self._waiting: dict[tuple[int, int, float, torch.dtype], Waiting] = {}
 
     def add(self, step: Step, piece: Piece, grad: Tensor, t: Tensor, taken: float, hyper: Numbers) -> None:
         """Step a whole parameter now or, at the latest, on `flush`; `taken` is what `t` holds."""
+        self._added += 1
         if not piece.elements:
             return
         key = id(step), id(hyper), taken, grad.dtype
@@ -178,7 +212,7 @@ class Batch:
         elif piece.row_starts is not None and (piece.padding or not works_in_cache(grad.device)):
             self._wait_in_slabs(waiting, piece, grad)
         elif not works_in_cache(grad.device):
-            self._step_whole(waiting, step, piece, grad)
+            self._call(partial(self._step_whole, waiting, step, piece), [grad], [self._added - 1])
         elif not piece.padding:
             self._step_in_place(waiting, piece, grad)
         elif piece.columns > max(SMALL_ELEMENTS, piece.group_size):
@@ -193,43 +227,63 @@ class Batch:
         for waiting in self._waiting.values():
             self._step_together(waiting)
 
+    def _call(self, run: Callable[..., None], grads: Sequence[Tensor], numbers: Sequence[int]) -> None:
+        run(*grads)
+        if self.calls is not None:
+            self.calls.append(Call(run, tuple(numbers)))
+
     def _wait(self, waiting: Waiting, piece: Piece, grad: Tensor) -> None:
         if (waiting.rows + piece.rows) * piece.group_size > CHUNK_ELEMENTS:
             self._step_together(waiting)
         waiting.pieces.append(piece)
         waiting.grads.append(grad)
+        waiting.numbers.append(self._added - 1)
         waiting.rows += piece.rows
 
     def _wait_in_slabs(self, waiting: Waiting, piece: Piece, grad: Tensor) -> None:
         for place, slab in piece.slabs(CHUNK_ELEMENTS):
             self._wait(waiting, slab, grad[place])
 
-    def _step_whole(self, waiting: Waiting, step: Step, piece: Piece, grad: Tensor) -> None:
+    @staticmethod
+    def _step_whole(waiting: Waiting, step: Step, piece: Piece, grad: Tensor) -> None:
         head, *rest = piece.stored
-        for start, block in step.storage.blocks(tuple(head.shape), [head, grad, *rest]):
-            waiting.kernel.run(block, waiting.t, Place.at(piece.start + start), waiting.hyper)
+        for start, (block, grads, *others) in step.storage.blocks(tuple(head.shape), [head, grad, *rest]):
+            waiting.kernel.bind([block, *others], waiting.t, Place.at(piece.start + start), waiting.hyper)(grads)
 
     def _step_in_place(self, waiting: Waiting, piece: Piece, grad: Tensor) -> None:
-        run, form = waiting.kernel.run, waiting.kernel.form
-        for grads, (head, *rest), place in zip(
-            piece.cut(grad, False, form), piece.chunks(form), piece.places(form), strict=True
-        ):
-            run([head, grads, *rest], waiting.t, place, waiting.hyper)
-        for place, group in piece.left_over(form):
+        form = waiting.kernel.form
+        bound = [
+            waiting.kernel.bind(chunk, waiting.t, place, waiting.hyper)
+            for chunk, place in zip(piece.chunks(form), piece.places(form), strict=True)
+        ]
+        left_over = list(piece.left_over(form))
+
+        def run(grad: Tensor) -> None:
+            for step, part in zip(bound, piece.cut(grad, False, form), strict=True):
+                step(part)
+
+        is_one_call = len(bound) == 1 and not left_over  # which does not mind the gradient's shape
+        self._call(bound[0] if is_one_call else run, [grad], [self._added - 1])
+        for place, group in left_over:
             self._wait(waiting, group, grad.view(-1)[place])
 
     def _step_together(self, waiting: Waiting) -> None:
-        pieces, grads = waiting.pieces, waiting.grads
-        waiting.pieces, waiting.grads, waiting.rows = [], [], 0
+        pieces, grads, numbers = waiting.pieces, waiting.grads, waiting.numbers
+        waiting.pieces, waiting.grads, waiting.numbers, waiting.rows = [], [], [], 0
         if not pieces:
             return
         form = waiting.kernel.form
-        key = threading.get_ident(), form.groups, *map(id, pieces)
-        pack = self._packs.get(key)
-        if pack is None:
-            pack = Pack(pieces, form)
-            if all(piece.is_whole for piece in pieces):  # the others are new each time
+        is_kept = all(piece.is_whole for piece in pieces)  # the others are new each time
+
+        def run(*grads: Tensor) -> None:
+            key = threading.get_ident(), form.groups, *map(id, pieces)
+            pack = self._packs.get(key) or Pack(pieces, form)
+            if is_kept:
                 self._packs[key] = pack
-        block = pack.block(grads)
-        waiting.kernel.run(block, waiting.t, pack.place, waiting.hyper)
-        pack.write_back()
+            head, grad, *rest = pack.block(grads)
+            waiting.kernel.bind([head, *rest], waiting.t, pack.place, waiting.hyper)(grad)
+            pack.write_back()
+
+        self._call(run, grads, numbers)
+        if not is_kept:
+            self.calls = None

@@ -9,9 +9,11 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from flashopt_compile import vectors
-from flashopt_compile.batch import CHUNK_ELEMENTS, Batch, Kernel, Pack, works_in_cache
+from flashopt_compile.batch import CHUNK_ELEMENTS, Batch, BoundKernel, Kernel, Pack, bind, works_in_cache
+from flashopt_compile.hyper import flat
 from flashopt_compile.pieces import Form, Piece, row_phases
 from flashopt_compile.step import Numbers, Place, Step
 
@@ -44,7 +46,8 @@ def kernel(step: Step, grad_dtype: torch.dtype, device: torch.device, hyper: Num
         if in_cache:
             _kernels[key] = _kernel_in_cache(step, grad_dtype, device, hyper)
         else:
-            _kernels[key] = Kernel(partial(_run_whole, step), Form.of(CHUNK_ELEMENTS, step.storage.group_size, 1))
+            form = Form.of(CHUNK_ELEMENTS, step.storage.group_size, 1)
+            _kernels[key] = Kernel(partial(bind, partial(_run_whole, step)), form)
     return _kernels[key]
 
 
@@ -115,12 +118,12 @@ def _kernel_in_cache(step: Step, grad_dtype: torch.dtype, device: torch.device, 
     tensors = _fp16_by_bits(tensors) if by_bits else tensors
     for tensor in (*tensors, *(place.terms or ())[:1]):
         mark_rows(tensor)
-    run = _without_checks(compiled, tensors, t, place, numbers)
+    without_checks = _without_checks(compiled, tensors, t, place, numbers)
 
-    def run_by_bits(tensors: Sequence[Tensor], t: Tensor, place: Place, hyper: Numbers) -> None:
-        run(_fp16_by_bits(tensors), t, place, hyper)
+    def run(tensors: Sequence[Tensor], t: Tensor, place: Place, hyper: Numbers) -> None:
+        compiled(_fp16_by_bits(tensors) if by_bits else tensors, t, place, hyper)
 
-    return Kernel(run_by_bits if by_bits else run, form)
+    return Kernel(without_checks or partial(bind, run), form)
 
 
 def _fp16_by_bits(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -128,12 +131,49 @@ def _fp16_by_bits(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.view(torch.int16) if tensor.dtype == torch.float16 else tensor for tensor in tensors]
 
 
-def _without_checks(compiled: Callable[..., None], *example: Any) -> Callable[..., None]:
-    """Compile for an example, and return Inductor's own function, of the same arguments, that this has called.
+def _without_checks(compiled: Callable[..., None], *example: Any) -> Callable[..., BoundKernel] | None:
+    """Compile for an example, and bind the C++ function that this has come to; None if it is not a single plain call.
 
-    Blocks of a form differ in their rows alone. What Dynamo and others check in each call would take longer than the
-    rest of it, and more so when other work has had the caches since the last.
+    Blocks of a form differ in their rows alone, and the function takes no more of a tensor than where it begins. All
+    that Dynamo, AOTAutograd and Inductor do around it in each call would take longer than the rest of a step, and more
+    so when other work has had the caches since the last.
     """
+    ways = _ways_to_the_kernel(compiled, *example)
+    leaves, rows = {id(leaf): number for number, leaf in enumerate(_leaves(*example))}, len(example[0][0])
+    if len(ways) != 1:
+        return None
+    ((function, arguments),) = ways
+    order = [leaves.get(id(each)) for each in arguments]
+    others = [each for each in arguments if id(each) not in leaves]
+    # Numbers computed once a call have memory of their own. Anything else would be a view, or kept between two loops.
+    own = [each for each in others if isinstance(each, Tensor)]
+    in_use = {leaf.untyped_storage().data_ptr() for leaf in _leaves(*example)}
+    if any(each.dim() or each.untyped_storage().data_ptr() in in_use for each in own) or order.count(1) != 1:
+        return None
+    if any(each != rows for each in others if not isinstance(each, Tensor)):
+        return None
+    place_of_grad = order.index(1)
+
+    def bind(stored: Sequence[Tensor], t: Tensor, place: Place, hyper: Numbers) -> BoundKernel:
+        head, *rest = stored
+        leaves = _leaves([head, head, *rest], t, place, hyper)
+        known = {id(each): torch.empty_like(each) if isinstance(each, Tensor) else len(head) for each in others}
+        given = [
+            known[id(each)] if number is None else leaves[number] for each, number in zip(arguments, order, strict=True)
+        ]
+        before, after = given[:place_of_grad], given[place_of_grad + 1 :]
+
+        def run(grad: Tensor) -> None:
+            function(*before, grad, *after)
+            increment_version(head)  # for autograd to notice that what it may have saved is no longer what it was
+
+        return run
+
+    return bind
+
+
+def _ways_to_the_kernel(compiled: Callable[..., None], *example: Any) -> list[tuple[Callable[..., None], list[Any]]]:
+    """The C++ functions that a call comes to, in order, and their arguments."""
     from torch._inductor.output_code import CompiledFxGraph
 
     calls: list[tuple[Any, list[Any]]] = []
@@ -145,32 +185,24 @@ def _without_checks(compiled: Callable[..., None], *example: Any) -> Callable[..
 
     with mock.patch.object(CompiledFxGraph, "__call__", noting):
         compiled(*example)
-    leaves, rows = {id(leaf): number for number, leaf in enumerate(_leaves(*example))}, len(example[0][0])
-    others = [each for _, inputs in calls for each in inputs if id(each) not in leaves]
-    if len(calls) != 1 or any(isinstance(each, Tensor) or each != rows for each in others):
-        return compiled
-    ((graph, inputs),) = calls
-    order = [leaves.get(id(each)) for each in inputs]
 
-    def run(tensors: Sequence[Tensor], t: Tensor, place: Place, hyper: Numbers) -> None:
-        leaves, rows = _leaves(tensors, t, place, hyper), len(tensors[0])
-        graph.current_callable([rows if number is None else leaves[number] for number in order])
-        head, _, *rest = tensors
-        # For autograd to notice that what it may have saved is no longer what it was.
-        torch.autograd.graph.increment_version([head, *rest])
+    found: list[tuple[Callable[..., None], list[Any]]] = []
 
-    return run
+    def noted(function: Callable[..., None], *arguments: Any) -> None:
+        found.append((function, list(arguments)))
+        function(*arguments)
+
+    for graph, inputs in calls:
+        module: dict[str, Any] = getattr(graph.current_callable, "__func__", graph.current_callable).__globals__
+        functions = {name: partial(noted, each) for name, each in module.items() if name.startswith("cpp_fused")}
+        with mock.patch.dict(module, functions):
+            graph.current_callable(inputs)
+    return found
 
 
 def _leaves(tensors: Sequence[Tensor], t: Tensor, place: Place, hyper: Numbers) -> list[Tensor]:
     """All tensors of a call, in one order."""
-    leaves = [*tensors, t, place.start, *(place.terms or ())]
-    for number in hyper.values():
-        if isinstance(number, tuple):
-            leaves += number
-        else:
-            leaves.append(number)
-    return leaves
+    return [*tensors, t, place.start, *(place.terms or ()), *flat(hyper)]
 
 
 def _compile(kernel: FunctionType, step: Step, options: dict[str, Any]) -> Callable[..., None]:

@@ -1,6 +1,5 @@
 """The face of the library: `torch.optim.Optimizer`s made of a rule, with the arguments everyone knows."""
 
-import inspect
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -8,11 +7,13 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from flashopt_compile import compiled, numerics, sharding
 from flashopt_compile.batch import Batch, Pack, eager
 from flashopt_compile.checkpoint import states, weights
 from flashopt_compile.count import Count, all_same
+from flashopt_compile.hyper import KeptNumbers, as_numbers
 from flashopt_compile.memory import memory
 from flashopt_compile.options import (
     STORAGE_OPTIONS,
@@ -20,14 +21,17 @@ from flashopt_compile.options import (
     check_options,
     check_parameter,
     check_shards,
+    check_state,
     check_torch_options,
+    given_options,
+    signature,
 )
 from flashopt_compile.pieces import Piece
+from flashopt_compile.routine import Group, Options, Routine, is_watched
 from flashopt_compile.rule import Rule
-from flashopt_compile.step import Numbers, Step, as_number, trace
+from flashopt_compile.step import Numbers, Step, trace
 from flashopt_compile.storage import Storage, storage_of
 
-Group = dict[str, Any]
 Work = tuple[Group, str, Tensor, dict[str, Any]]
 
 
@@ -70,37 +74,13 @@ class FlashOptimizer(torch.optim.Optimizer):
             cls.rule = rule
             cls.hyper = {**dict(rule.hyper), **flags}
             keywords = {**cls.hyper, **STORAGE_OPTIONS, "eager": False}
-            cls.__signature__ = inspect.Signature(  # pyright: ignore[reportAttributeAccessIssue]
-                [
-                    inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD),
-                    *(
-                        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
-                        for name, default in keywords.items()
-                    ),
-                ]
-            )
+            cls.__signature__ = signature("params", keywords)  # pyright: ignore[reportAttributeAccessIssue]
 
     def __init__(self, params: Any, *args: Any, eager: bool = False, **options: Any) -> None:
-        owner = type(self).__name__
-        if len(args) > len(self.hyper):
-            raise TypeError(
-                f"{owner} takes at most {len(self.hyper)} positional arguments after params: {list(self.hyper)}."
-            )
-        given = dict(zip(self.hyper, args, strict=False))
-        twice = given.keys() & options.keys()
-        if twice:
-            raise TypeError(f"{owner}: {sorted(twice)[0]} is given twice.")
-        given |= check_torch_options(owner, options)
-        known = {**self.hyper, **STORAGE_OPTIONS}
-        for name in given:
-            if name not in known:
-                raise TypeError(f"{owner}: unknown option {name!r}; allowed are {', '.join(known)}.")
+        given = given_options(type(self).__name__, self.hyper, args, options)
         self.eager = eager
-        self._entries: dict[Tensor, Entry] = {}
-        self._known_numbers: dict[int, tuple[Group, Numbers]] = {}
-        self._packs: dict[tuple[int, ...], Pack] = {}
-        self._count: Count | None = None
-        super().__init__(params, {**known, **given})
+        self._forget()
+        super().__init__(params, {**self.hyper, **STORAGE_OPTIONS, **given})
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group of parameters with options of its own, as in torch.optim; nothing is added on an error."""
@@ -139,28 +119,47 @@ class FlashOptimizer(torch.optim.Optimizer):
         """The rule a group follows; the class's own unless its options choose among several."""
         return cls.rule
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter that has a gradient; with `closure`, evaluate it first and return its loss."""
+        step = self._step_watched if self._is_watched() else self._step
+        return step() if closure is None else step(closure)
+
+    step.hooked = True  # for torch.optim to leave it as it is  # pyright: ignore[reportFunctionMemberAccess]
+
+    def _is_watched(self) -> bool:
+        """Whether hooks or a profiler are to know of a step; one of a subclass torch.optim takes care of."""
+        return type(self).step is FlashOptimizer.step and (is_dynamo_compiling() or is_watched(self))
+
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if is_dynamo_compiling() or self._routine is None or not self._routine.again(self):
+            self._step_anew()
+        return loss
+
+    # What torch.optim puts around a step takes longer than all else that it does beside the kernel.
+    _step_watched = torch.optim.Optimizer.profile_hook_step(_step)
+
+    @torch.no_grad()
+    def _step_anew(self) -> None:
+        """Step, working out how."""
         work = [item for item in self._work() if item[2].grad is not None]
         owner = type(self).__name__
         for _, name, parameter, _ in work:
             check_gradient(owner, name, parameter)
         asking = [parameter for group, _, parameter, _ in work if group["skip_nonfinite"]]
         if not work or (asking and self._has_nonfinite_gradient(asking)):
-            return loss
+            return
         numbers = {id(group): self._numbers(group) for group in self.param_groups}
         if torch.compiler.is_compiling():
             self._trace(work, numbers)
         else:
             self._run(work, numbers)
-        return loss
 
     def _run(self, work: list[Work], numbers: dict[int, Numbers]) -> None:
+        self._routine = None
         entries = [self._entry(*item) for item in work]
         for entry, (group, name, parameter, state) in zip(entries, work, strict=True):
             if group["check_numerics"]:
@@ -168,16 +167,22 @@ class FlashOptimizer(torch.optim.Optimizer):
                 tensors = [head, gradient(parameter), *rest]
                 numerics.check_numerics(name, entry.step, tensors, state["step"] + 1, numbers[id(group)])
         batch = Batch(eager, self._packs) if self.eager else compiled.batch(self._packs)
-        self._count = Count.up(self._count, tuple(state["step"] for *_, state in work))
-        for entry, (group, _, parameter, state), taken in zip(entries, work, self._count.all.tolist(), strict=True):
+        steps = tuple(state["step"] for *_, state in work)
+        if self._count is None or not self._count.is_of(steps):
+            self._count = Count(steps)
+        self._count.up()
+        for entry, (group, _, parameter, state), taken in zip(entries, work, self._count.taken, strict=True):
             batch.add(entry.step, entry.piece, gradient(parameter), state["step"], taken, numbers[id(group)])
         batch.flush()
+        if batch.calls is not None and not any(sharding.is_sharded(parameter) for *_, parameter, _ in work):
+            options = [Options.of(group, self.hyper, self._numbers) for group in self.param_groups]
+            self._routine = Routine.of(options, self.state, batch.calls, self._count)
 
     def _trace(self, work: list[Work], numbers: dict[int, Numbers]) -> None:
         """Step inside a graph that the caller is compiling."""
         for group, name, parameter, state in work:
-            self._check_keys(group, name, parameter, state)
             storage = self.storage(group, parameter)
+            check_state(type(self).__name__, name, state, storage.parts(tuple(parameter.shape)))
             state["step"] += 1
             step = Step(self.rule_of(group), storage, group["rounding"], group["maximize"])
             tensors = self._tensors(storage, parameter, gradient(parameter), state)
@@ -197,8 +202,8 @@ class FlashOptimizer(torch.optim.Optimizer):
         values = own.data_ptr(), own.stride(), *options
         entry = self._entries.get(parameter)
         if entry is None or entry.values != values or not all_same(entry.state, tuple(state.values())):
-            self._check_keys(group, name, parameter, state)
             step = self._step_of(group, parameter)
+            check_state(type(self).__name__, name, state, step.storage.parts(tuple(parameter.shape)))
             keys = step.storage.parts(tuple(own.shape))
             stored = own.detach(), *(sharding.local(state[key]) for key in keys)
             piece = Piece.of(step, stored, sharding.start(parameter), sharding.row_starts(parameter, step.storage))
@@ -266,7 +271,7 @@ class FlashOptimizer(torch.optim.Optimizer):
 
     def new_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
         """A parameter's state before its first step."""
-        device, state = sharding.local(parameter).device, {"step": torch.zeros((), dtype=torch.float32)}
+        device, state = sharding.local(parameter).device, {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
         for key, part in self.storage(group, parameter).parts(tuple(parameter.shape)).items():
             shape, _ = sharding.box(part.shape, parameter)
             zeros = torch.zeros(shape, dtype=part.dtype, device=device)
@@ -278,28 +283,14 @@ class FlashOptimizer(torch.optim.Optimizer):
         head = sharding.local(parameter).detach()
         return [head, grad, *(sharding.local(state[key]) for key in storage.parts(tuple(head.shape)))]
 
-    def _check_keys(self, group: Group, name: str, parameter: Tensor, state: dict[str, Any]) -> None:
-        parts = self.storage(group, parameter).parts(tuple(parameter.shape))
-        found = {key: value.dtype for key, value in state.items() if key != "step"}
-        expected = {key: part.dtype for key, part in parts.items()}
-        if found != expected:
-            raise ValueError(
-                f"{type(self).__name__}: the state of parameter {name} is {found}, and its group's options now ask for "
-                f"{expected}; options that decide on storage must not change after the first step."
-            )
-
     def _numbers(self, group: Group) -> Numbers:
         """The group's hyper-parameters as its rule takes them."""
         hyper = {name: group[name] for name, _ in self.rule_of(group).hyper}
         if group["decouple_lr"] and "weight_decay" in hyper and group["initial_lr"]:
             hyper["weight_decay"] = hyper["weight_decay"] / group["initial_lr"]
-        if torch.compiler.is_compiling() or any(isinstance(value, Tensor) for value in hyper.values()):
-            return {name: as_number(value) for name, value in hyper.items()}
-        known, numbers = self._known_numbers.get(id(group), ({}, {}))
-        if known != hyper:
-            numbers = {name: as_number(value) for name, value in hyper.items()}
-            self._known_numbers[id(group)] = hyper, numbers
-        return numbers
+        if torch.compiler.is_compiling():
+            return as_numbers(hyper)
+        return self._kept_numbers.setdefault((id(group), id(self.rule_of(group))), KeptNumbers()).of(hyper)
 
     def _has_nonfinite_gradient(self, parameters: list[Tensor]) -> bool:
         found = numerics.has_nonfinite([gradient(parameter) for parameter in parameters])
@@ -346,4 +337,12 @@ class FlashOptimizer(torch.optim.Optimizer):
             if isinstance(value, states.Opaque):
                 state["state"][parameter] = value.state
         super().__setstate__(state)
-        self._entries, self._known_numbers, self._packs, self._count = {}, {}, {}, None
+        self._forget()
+
+    def _forget(self) -> None:
+        """All that the last steps have left for the next one."""
+        self._entries: dict[Tensor, Entry] = {}
+        self._kept_numbers: dict[tuple[int, int], KeptNumbers] = {}
+        self._packs: dict[tuple[int, ...], Pack] = {}
+        self._count: Count | None = None
+        self._routine: Routine | None = None

@@ -1,5 +1,6 @@
 """What a parameter group may say, checked once at the border: one clear sentence for each mistake."""
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from flashopt_compile.sharding import is_sharded, placements, why_not
 from flashopt_compile.storage import PARAMETER_DTYPES, TAILS, Storage
+from quant.format import Part
 
 # How weights and states are kept and stepped, whatever the rule; each may be set per parameter group.
 STORAGE_OPTIONS: dict[str, Any] = {
@@ -78,6 +80,31 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
+def signature(first: str, keywords: Mapping[str, Any]) -> inspect.Signature:
+    """Of a constructor that takes `first`, then keywords with these defaults."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    others = [inspect.Parameter(name, kind, default=default) for name, default in keywords.items()]
+    return inspect.Signature([inspect.Parameter(first, kind), *others])
+
+
+def given_options(
+    owner: str, hyper: Mapping[str, Any], args: tuple[Any, ...], options: dict[str, Any]
+) -> dict[str, Any]:
+    """What a constructor was given, by name: hyper-parameters by position or by name, other options by name."""
+    if len(args) > len(hyper):
+        raise TypeError(f"{owner} takes at most {len(hyper)} positional arguments after params: {list(hyper)}.")
+    given = dict(zip(hyper, args, strict=False))
+    twice = given.keys() & options.keys()
+    if twice:
+        raise TypeError(f"{owner}: {sorted(twice)[0]} is given twice.")
+    given |= check_torch_options(owner, options)
+    known = {**hyper, **STORAGE_OPTIONS}
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{owner}: unknown option {name!r}; allowed are {', '.join(known)}.")
+    return given
+
+
 def check_options(owner: str, options: Mapping[str, Any], hyper: Mapping[str, Any]) -> None:
     """Raise ValueError for the first option whose value is not allowed; `hyper` has the rule's defaults."""
     for name, value in options.items():
@@ -138,4 +165,15 @@ def check_gradient(owner: str, name: str, parameter: Tensor) -> None:
         raise ValueError(
             f"{owner}: the gradient of {name} has shape {tuple(grad.shape)} on {grad.device}; "
             f"it must match the parameter's {tuple(parameter.shape)} on {parameter.device}."
+        )
+
+
+def check_state(owner: str, name: str, state: Mapping[str, Tensor], parts: Mapping[str, Part]) -> None:
+    """Raise ValueError unless what is kept of a parameter is a step and `parts`."""
+    found = {key: value.dtype for key, value in state.items() if key != "step"}
+    expected = {key: part.dtype for key, part in parts.items()}
+    if found != expected:
+        raise ValueError(
+            f"{owner}: the state of parameter {name} is {found}, and its group's options now ask for {expected}; "
+            "options that decide on storage must not change after the first step."
         )

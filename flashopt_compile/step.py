@@ -14,14 +14,7 @@ from quant.dither import block_phases, mix_phases, noise, phase_of, phases_of, s
 from quant.grouped import Grouped
 from quant.ulp import kept, once, spread, widened
 
-Numbers = dict[str, Any]
-
-
-def as_number(value: Any) -> Any:
-    """A hyper-parameter as rules take it: a 0-dim fp32 tensor, or a tuple of such."""
-    if isinstance(value, tuple | list):
-        return tuple(map(as_number, value))
-    return torch.as_tensor(value, dtype=torch.float32).reshape(())
+Numbers = dict[str, Any]  # hyper-parameters by name, as 0-dim fp32 tensors or tuples of such
 
 
 class Place(NamedTuple):

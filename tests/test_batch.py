@@ -4,6 +4,7 @@ import copy
 import io
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.nn import Parameter
 from training import assert_identical, give_gradients, parameters, stored, train
 
 from flashopt_compile import FlashAdamW, FlashLion, FlashOptimizer, batch, compiled
-from flashopt_compile.batch import Batch, Kernel, Kernels, eager
+from flashopt_compile.batch import Batch, Kernel, Kernels, bind, eager
 from flashopt_compile.pieces import Form
 from flashopt_compile.step import Step
 
@@ -120,7 +121,7 @@ def test_what_changes_between_steps_is_noticed(change: str):
         else:
             params[0].data = params[0].detach().clone() * 2
         if not together:
-            optimizer._entries, optimizer._packs = {}, {}
+            optimizer._forget()
             for state in optimizer.state.values():
                 for value in state.values():
                     value.data = value.clone()
@@ -151,7 +152,7 @@ def test_gradients_may_change_their_dtype(monkeypatch: pytest.MonkeyPatch):
         return stored(optimizer)
 
     def of_three_groups(step: Step, grad_dtype: torch.dtype, *_: object) -> Kernel:
-        return Kernel(step, Form.of(batch.CHUNK_ELEMENTS, 32, 1 if grad_dtype == torch.float16 else 3))
+        return Kernel(partial(bind, step), Form.of(batch.CHUNK_ELEMENTS, 32, 1 if grad_dtype == torch.float16 else 3))
 
     assert_identical(run(of_three_groups), run(eager))
 
@@ -171,7 +172,7 @@ def test_each_call_has_numbers_of_its_own():
         calls.append(len(tensors[0]))
 
     def watched(*kind: Any) -> Kernel:
-        return replace(eager(*kind), run=run)
+        return replace(eager(*kind), bind=partial(bind, run))
 
     optimizer = FlashAdamW(
         [{"params": [p], "lr": lr} for p, lr in zip(parameters([(32, 64)] * 3), (1, 2, 3), strict=True)]

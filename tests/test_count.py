@@ -13,7 +13,11 @@ def test_each_is_counted_in_whatever_company():
     steps = [torch.tensor(float(number)) for number in range(4)]
     same, count = list(steps), None
     for company in ((0, 1, 2, 3), (0, 1, 2, 3), (1, 3), (0, 1), (1, 3), (1, 3)):
-        count = Count.up(count, tuple(steps[number] for number in company))
+        counted = tuple(steps[number] for number in company)
+        if count is None or not count.is_of(counted):
+            count = Count(counted)
+        count.up()
+        assert count.taken == [step.item() for step in counted]
     assert [step.item() for step in steps] == [3.0, 7.0, 4.0, 8.0]
     assert all(step is before and step.shape == () for step, before in zip(steps, same, strict=True))
 

@@ -12,11 +12,13 @@ ROOT = Path(__file__).parent.parent
 ORDER: dict[str, list[str]] = {
     "quant": ["ulp", "format", "dither", "split", "compand", "grouped", "bounds"],
     "flashopt_compile": [
-        *("rule", "rules", "storage", "step", "tiles", "vectors", "pieces", "batch", "compiled", "count", "sharding"),
+        *("rule", "rules", "storage", "step", "hyper", "tiles", "vectors", "pieces", "batch", "compiled", "count"),
+        "sharding",
         *(
             "options",
             "checkpoint",
             "numerics",
+            "routine",
             "memory",
             "optimizer",
             "optimizers",

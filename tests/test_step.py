@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.nn import Parameter
 from training import assert_identical, give_gradients, held, parameters, stored, train
 
 from flashopt_compile import SIGNED8, FlashAdamW, FlashOptimizer, FlashSGD, Moved, batch, rule
-from flashopt_compile.batch import Batch, Kernel, Kernels, eager
+from flashopt_compile.batch import Batch, Kernel, Kernels, bind, eager
 from flashopt_compile.pieces import Piece
 from flashopt_compile.rules.adamw import adamw
 from flashopt_compile.step import Place, Step
@@ -69,7 +70,7 @@ def test_chunks_give_the_bits_of_the_whole(
         one(block, *rest)
 
     def watched(*kind: Any) -> Kernel:
-        return replace(eager(*kind), run=run)
+        return replace(eager(*kind), bind=partial(bind, run))
 
     monkeypatch.setattr(batch, "CHUNK_ELEMENTS", chunk)
     monkeypatch.setattr(batch, "SMALL_ELEMENTS", small)

@@ -12,10 +12,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_leaves
 
 from flashopt_compile import compiled
+from flashopt_compile.hyper import as_numbers
 from flashopt_compile.kernels import pretend, source
 from flashopt_compile.kernels.targets import Target, target_of
 from flashopt_compile.rule import Rule
-from flashopt_compile.step import Numbers, Place, Step, as_number
+from flashopt_compile.step import Numbers, Place, Step
 from flashopt_compile.storage import PARAMETER_DTYPES, storage_of
 
 Block = list[Tensor]
@@ -110,7 +111,7 @@ def numbers(step: Step, given: Mapping[str, Any]) -> Numbers:
     for name in given:
         if name not in known:
             raise ValueError(f"{name} is no hyper-parameter of {step.rule.name}; it has {', '.join(known)}.")
-    return {name: as_number(given.get(name, default)) for name, default in known.items()}
+    return as_numbers({name: given.get(name, default) for name, default in known.items()})
 
 
 def blocks_of(step: Step, parameters: Iterable[Sequence[Tensor]]) -> tuple[list[Block], list[Place]]:

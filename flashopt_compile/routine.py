@@ -1,0 +1,154 @@
+"""A step like the last one: its calls once more, for as long as nothing that they follow from has changed.
+
+Whatever else has used the caches since the last step, its data and the code for it come from main memory: each look
+takes a microsecond, of some 300 that a kernel takes for a million elements. Hence few and plain looks, in one place.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, get_num_threads
+from torch.autograd import profiler
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,  # pyright: ignore[reportPrivateUsage]
+    _global_optimizer_pre_hooks,  # pyright: ignore[reportPrivateUsage]
+)
+
+from flashopt_compile.batch import Call
+from flashopt_compile.count import Count
+from flashopt_compile.options import STORAGE_OPTIONS
+from flashopt_compile.step import Numbers
+
+Group = dict[str, Any]
+States = Mapping[Tensor, Mapping[str, Tensor]]
+STRIDED = torch.strided
+
+
+class Followed(NamedTuple):
+    """A parameter, and what its calls follow from if it is stepped."""
+
+    parameter: Tensor
+    pointer: int | None = None
+    strides: tuple[int, ...] | None = None  # unless it is contiguous
+    shape: torch.Size | None = None
+    device: torch.device | None = None
+    grad_dtype: torch.dtype | None = None
+    grad_is_contiguous: bool = False
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> "Followed":
+        grad = parameter.grad
+        if grad is None or not parameter.requires_grad:
+            return cls(parameter)
+        strides = None if parameter.is_contiguous() else parameter.stride()
+        place = parameter.data_ptr(), strides, parameter.shape, parameter.device
+        return cls(parameter, *place, grad.dtype, grad.is_contiguous())
+
+
+@dataclass
+class Options:
+    """A group's options and parameters, as they were."""
+
+    values_of: "itemgetter[Any]"
+    values: tuple[Any, ...]
+    numbers_of: Callable[[Group], Numbers]
+    numbers: Numbers
+    parameters: Sequence[Followed]
+
+    @classmethod
+    def of(cls, group: Group, hyper: Iterable[str], numbers_of: Callable[[Group], Numbers]) -> "Options | None":
+        """None if each step has to look at values: gradients, results, or numbers that may change unnoticed."""
+        numbers = numbers_of(group)
+        if group["check_numerics"] or group["skip_nonfinite"] or numbers_of(group) is not numbers:
+            return None
+        initial = ("initial_lr",) if group["decouple_lr"] else ()
+        values_of = itemgetter(*hyper, *initial, *STORAGE_OPTIONS)
+        return cls(values_of, values_of(group), numbers_of, numbers, list(map(Followed.of, group["params"])))
+
+    def follow(self, group: Group) -> bool:
+        """Whether no more has changed than what may follow a schedule; the numbers are brought up to date."""
+        values, fixed = self.values_of(group), len(STORAGE_OPTIONS)
+        if values[-fixed:] != self.values[-fixed:] or self.numbers_of(group) is not self.numbers:
+            return False
+        self.values = values
+        return True
+
+
+class Routine:
+    """The calls of a step, for as long as nothing that they follow from has changed but the values of numbers."""
+
+    @classmethod
+    def of(
+        cls, options: Sequence[Options | None], states: States, calls: Sequence[Call], count: Count
+    ) -> "Routine | None":
+        """Of the step just taken; None if the next has to look at values."""
+        steady = [each for each in options if each is not None]
+        return cls(steady, states, calls, count) if len(steady) == len(options) else None
+
+    def __init__(self, options: Sequence[Options], states: States, calls: Sequence[Call], count: Count) -> None:
+        self._options = options
+        self._states = [tuple(state.values()) for state in states.values()]
+        self._calls = calls
+        self._count = count
+        self._threads = get_num_threads()  # for which kernels are compiled
+
+    def again(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Step, if all is as it was; or else do nothing."""
+        groups, states = optimizer.param_groups, optimizer.state
+        if len(groups) != len(self._options) or len(states) != len(self._states) or get_num_threads() != self._threads:
+            return False
+        grads: list[Tensor] = []
+        for options, group in zip(self._options, groups, strict=True):
+            parameters = group["params"]
+            if options.values_of(group) != options.values and not options.follow(group):
+                return False
+            if len(parameters) != len(options.parameters):
+                return False
+            for parameter, followed in zip(parameters, options.parameters, strict=True):
+                known, pointer, strides, shape, device, grad_dtype, grad_is_contiguous = followed
+                grad = parameter.grad
+                if parameter is not known:
+                    return False
+                if grad is None or not parameter.requires_grad:
+                    if pointer is None:
+                        continue
+                    return False
+                if (
+                    type(grad) is not Tensor
+                    or grad.layout is not STRIDED
+                    or grad.dtype is not grad_dtype
+                    or grad.is_contiguous() is not grad_is_contiguous
+                    or grad.shape != shape
+                    or grad.device != device
+                    or grad.requires_grad
+                    or parameter.data_ptr() != pointer
+                    or parameter.shape != shape
+                    or not (parameter.is_contiguous() if strides is None else parameter.stride() == strides)
+                ):
+                    return False
+                grads.append(grad)
+        for state, tensors in zip(states.values(), self._states, strict=True):
+            if len(state) != len(tensors):
+                return False
+            for tensor, known in zip(state.values(), tensors, strict=True):
+                if tensor is not known:
+                    return False
+        if not self._count.up_if_untouched():
+            return False
+        for run, numbers in self._calls:
+            run(*[grads[number] for number in numbers])
+        return True
+
+
+def is_watched(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a hook or a profiler is to know of a step."""
+    return bool(
+        profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+    )
