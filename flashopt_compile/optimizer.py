@@ -121,14 +121,14 @@ class FlashOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter that has a gradient; with `closure`, evaluate it first and return its loss."""
-        step = self._step_watched if self._is_watched() else self._step
+        is_plain = closure is None and not is_dynamo_compiling() and not is_watched(self)
+        if is_plain and self._routine is not None and self._routine.again(self):
+            return None
+        # In a class with a step of its own, torch.optim takes care of that one.
+        step = self._step if is_plain or type(self).step is not FlashOptimizer.step else self._step_watched
         return step() if closure is None else step(closure)
 
     step.hooked = True  # for torch.optim to leave it as it is  # pyright: ignore[reportFunctionMemberAccess]
-
-    def _is_watched(self) -> bool:
-        """Whether hooks or a profiler are to know of a step; one of a subclass torch.optim takes care of."""
-        return type(self).step is FlashOptimizer.step and (is_dynamo_compiling() or is_watched(self))
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None

@@ -14,13 +14,18 @@ This module imports Inductor, which takes a second: compiling does so anyway, an
 """
 
 import dataclasses
+import hashlib
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import chain
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import sympy
+import torch
 from torch._inductor import ir
 from torch._inductor.codegen import common, cpp
 from torch._inductor.codegen.cpp_utils import LocalBufferContext
@@ -42,8 +47,15 @@ def tiled() -> Iterator[None]:
     """Within it, Inductor writes the loops of CPU kernels in tiles."""
     common.init_backend_registration()
     in_tiles = dataclasses.replace(common.device_codegens["cpu"], scheduling=TiledScheduling)
-    with mock.patch.dict(common.device_codegens, cpu=in_tiles):
+    tag = f"{torch.compiler.config.cache_key_tag} tiles {_version()}".lstrip()  # Inductor's caches cannot know of them
+    with mock.patch.dict(common.device_codegens, cpu=in_tiles), torch.compiler.config.patch(cache_key_tag=tag):  # pyright: ignore[reportAttributeAccessIssue]
         yield
+
+
+@cache
+def _version() -> str:
+    """Of this module: another for each that may write another kernel."""
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
 
 
 class TiledScheduling(cpp.CppScheduling):
@@ -92,7 +104,7 @@ class TiledScheduling(cpp.CppScheduling):
         super().flush()
 
     def _write_in_tiles(self, loops: Sequence[Loop], rows: Size) -> None:
-        over_tiles = self.kernel_proxy_cls(self.kernel_group)
+        over_tiles = _OverTiles(self.kernel_group)
         over_tiles.set_ranges((rows,), ())
         (last,) = over_tiles.ranges  # the number of rows as the generated code calls it
         columns = max(_per_row(sympy.prod(chain(*_ranges(loop))), rows) for loop in loops)
@@ -112,6 +124,24 @@ class TiledScheduling(cpp.CppScheduling):
             level = cpp.LoopLevel(_FIRST_ROW, last, steps=sympy.Integer(tile))
             over_tiles.loop_nest = cpp.LoopNest([level], inner)
             self.kernel_group.finalize_kernel(over_tiles, [node for loop in loops for node in loop.get_nodes()])
+
+
+class _OverTiles(cpp.CppKernelProxy):
+    """The loop over tiles. The arrays of a thread are on its stack, and aligned.
+
+    On the heap, where Inductor has them, some ten calls of each thread take as long as stepping 100,000 elements if
+    other work has had the caches.
+    """
+
+    def codegen_loops(self, code: Any, worksharing: Any) -> None:
+        first = len(code._lines)
+        super().codegen_loops(code, worksharing)
+        for number, line in enumerate(code._lines[first:], start=first):
+            if isinstance(line, str):
+                line = re.sub(
+                    r"std::unique_ptr<(\w+) \[\]> (\w+) = \S+ \[\]>\((\d+)L\);", r"alignas(64) \1 \2[\3];", line
+                )
+                code._lines[number] = re.sub(r"= (buf_tile_\w+)\.get\(\);", r"= \1;", line)
 
 
 class _TileBuffers(LocalBufferContext):
