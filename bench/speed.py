@@ -123,11 +123,11 @@ def timed_ms(runner: Runner, device: torch.device) -> float:
     return 1e3 * (time.perf_counter() - begin)
 
 
-def rounds_of(plan: Plan) -> Iterator[int]:
-    """The numbers of the rounds that `plan` has time for."""
-    begin = time.perf_counter()
+def rounds_of(plan: Plan, contenders: int = 2) -> Iterator[int]:
+    """The numbers of the rounds that `plan`, which is for two contenders, has time for."""
+    begin, seconds = time.perf_counter(), plan.seconds * contenders / 2
     for number in range(plan.most_rounds):
-        if number >= plan.least_rounds and time.perf_counter() - begin > plan.seconds:
+        if number >= plan.least_rounds and time.perf_counter() - begin > seconds:
             return
         yield number
 
@@ -189,7 +189,7 @@ def growth(plan: Plan, device: torch.device) -> list[Row]:
         warm_up(runners[elements])
     first_ms: dict[int, list[float]] = {elements: [] for elements in runners}
     later_ms: dict[int, list[float]] = {elements: [] for elements in runners}
-    for _ in rounds_of(plan):
+    for _ in rounds_of(plan, len(runners)):
         for elements, runner in runners.items():
             for times_ms in (first_ms, *[later_ms] * STEPS_AFTER_THE_FIRST):
                 times_ms[elements].append(timed_ms(runner, device))

@@ -157,7 +157,9 @@ def _without_checks(compiled: Callable[..., None], *example: Any) -> Callable[..
     def bind(stored: Sequence[Tensor], t: Tensor, place: Place, hyper: Numbers) -> BoundKernel:
         head, *rest = stored
         leaves = _leaves([head, head, *rest], t, place, hyper)
-        known = {id(each): torch.empty_like(each) if isinstance(each, Tensor) else len(head) for each in others}
+        known: dict[int, Any] = {id(each): len(head) for each in others}
+        beside = torch.empty(len(own), dtype=torch.float32)
+        known |= {id(each): place.view(each.dtype) for each, place in zip(own, beside.unbind(), strict=True)}
         given = [
             known[id(each)] if number is None else leaves[number] for each, number in zip(arguments, order, strict=True)
         ]

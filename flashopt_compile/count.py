@@ -17,7 +17,7 @@ class Count:
     """The steps of parameters that step together, which become views of one tensor.
 
     They are counted up in its memory itself: of what a step does for one parameter, an operation of torch would be one
-    of the longest. `taken` is what they have come to.
+    of the longest.
     """
 
     def __init__(self, steps: tuple[Tensor, ...]) -> None:
@@ -27,22 +27,20 @@ class Count:
             step.data = place
         self._pointers = list(map(Tensor.data_ptr, steps))  # to notice if one is moved
         self._memory = (ctypes.c_float * len(steps)).from_address(self._all.data_ptr())
-        self.taken: list[float] = []
 
     def is_of(self, steps: tuple[Tensor, ...]) -> bool:
-        return all_same(self._steps, steps) and list(map(Tensor.data_ptr, steps)) == self._pointers
+        """Whether these are the steps that it counts."""
+        return all_same(self._steps, steps)
 
-    def up(self) -> None:
-        """Add one to each."""
-        self._memory[:] = [step + 1 for step in self._memory]
-        self.taken = self._memory[:]
+    def taken(self) -> list[float]:
+        """What each has come to."""
+        return self._memory[:]
 
-    def up_if_untouched(self) -> bool:
-        """Add one to each; or do nothing if anyone has moved or set one since the last time."""
-        memory, taken = self._memory, self.taken
-        for number, (step, pointer) in enumerate(zip(self._steps, self._pointers, strict=True)):
-            if step.data_ptr() != pointer or memory[number] != taken[number]:
+    def up(self) -> bool:
+        """Add one to each; or do nothing, and return false, if any is no longer where it was put."""
+        for number, step in enumerate(self._steps):
+            if step.data_ptr() != self._pointers[number]:
                 return False
-        for number, step in enumerate(taken):
-            memory[number] = taken[number] = step + 1
+        for number in range(len(self._pointers)):
+            self._memory[number] += 1
         return True

@@ -33,18 +33,23 @@ class KeptNumbers:
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
         self._numbers: Numbers = {}
+        self._all = torch.empty(0)
 
     def of(self, values: dict[str, Any]) -> Numbers:
         """For values in tensors or lists, which may change unnoticed, others each time."""
         if not all(map(_is_constant, values.values())):
             return as_numbers(values)
         if self._values != values:
-            kept, new = flat(self._numbers), as_numbers(values)
-            if self._values.keys() == values.keys() and len(kept) == len(flat(new)):
-                for tensor, value in zip(kept, flat(new), strict=True):
-                    tensor.copy_(value)
+            new = as_numbers(values)
+            if self._values.keys() == values.keys() and len(self._all) == len(flat(new)):
+                self._all.copy_(torch.stack(flat(new)))
             else:
-                self._numbers = new
+                self._all = torch.stack(flat(new))  # beside each other in memory, to be found with one look
+                places = iter(self._all.unbind())
+                self._numbers = {
+                    name: tuple(next(places) for _ in number) if isinstance(number, tuple) else next(places)
+                    for name, number in new.items()
+                }
             self._values = values
         return self._numbers
 

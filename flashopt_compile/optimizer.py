@@ -168,10 +168,10 @@ class FlashOptimizer(torch.optim.Optimizer):
                 numerics.check_numerics(name, entry.step, tensors, state["step"] + 1, numbers[id(group)])
         batch = Batch(eager, self._packs) if self.eager else compiled.batch(self._packs)
         steps = tuple(state["step"] for *_, state in work)
-        if self._count is None or not self._count.is_of(steps):
+        if self._count is None or not self._count.is_of(steps) or not self._count.up():
             self._count = Count(steps)
-        self._count.up()
-        for entry, (group, _, parameter, state), taken in zip(entries, work, self._count.taken, strict=True):
+            self._count.up()
+        for entry, (group, _, parameter, state), taken in zip(entries, work, self._count.taken(), strict=True):
             batch.add(entry.step, entry.piece, gradient(parameter), state["step"], taken, numbers[id(group)])
         batch.flush()
         if batch.calls is not None and not any(sharding.is_sharded(parameter) for *_, parameter, _ in work):

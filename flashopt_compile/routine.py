@@ -34,7 +34,7 @@ class Followed(NamedTuple):
     pointer: int | None = None
     strides: tuple[int, ...] | None = None  # unless it is contiguous
     shape: torch.Size | None = None
-    device: torch.device | None = None
+    device: torch.device | None = None  # unless it is the CPU
     grad_dtype: torch.dtype | None = None
     grad_is_contiguous: bool = False
 
@@ -44,8 +44,8 @@ class Followed(NamedTuple):
         if grad is None or not parameter.requires_grad:
             return cls(parameter)
         strides = None if parameter.is_contiguous() else parameter.stride()
-        place = parameter.data_ptr(), strides, parameter.shape, parameter.device
-        return cls(parameter, *place, grad.dtype, grad.is_contiguous())
+        device = None if parameter.is_cpu else parameter.device
+        return cls(parameter, parameter.data_ptr(), strides, parameter.shape, device, grad.dtype, grad.is_contiguous())
 
 
 @dataclass
@@ -93,6 +93,8 @@ class Routine:
         self._states = [tuple(state.values()) for state in states.values()]
         self._calls = calls
         self._count = count
+        # Parameters are stepped in one call if their counts are the same.
+        self._taken = count.taken() if any(len(numbers) > 1 for _, numbers in calls) else None
         self._threads = get_num_threads()  # for which kernels are compiled
 
     def again(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -101,14 +103,14 @@ class Routine:
         if len(groups) != len(self._options) or len(states) != len(self._states) or get_num_threads() != self._threads:
             return False
         grads: list[Tensor] = []
-        for options, group in zip(self._options, groups, strict=True):
-            parameters = group["params"]
+        for number, group in enumerate(groups):
+            options, parameters = self._options[number], group["params"]
             if options.values_of(group) != options.values and not options.follow(group):
                 return False
             if len(parameters) != len(options.parameters):
                 return False
-            for parameter, followed in zip(parameters, options.parameters, strict=True):
-                known, pointer, strides, shape, device, grad_dtype, grad_is_contiguous = followed
+            for place, parameter in enumerate(parameters):
+                known, pointer, strides, shape, device, grad_dtype, grad_is_contiguous = options.parameters[place]
                 grad = parameter.grad
                 if parameter is not known:
                     return False
@@ -122,7 +124,7 @@ class Routine:
                     or grad.dtype is not grad_dtype
                     or grad.is_contiguous() is not grad_is_contiguous
                     or grad.shape != shape
-                    or grad.device != device
+                    or (not grad.is_cpu if device is None else grad.device != device)
                     or grad.requires_grad
                     or parameter.data_ptr() != pointer
                     or parameter.shape != shape
@@ -130,16 +132,24 @@ class Routine:
                 ):
                     return False
                 grads.append(grad)
-        for state, tensors in zip(states.values(), self._states, strict=True):
+        for number, state in enumerate(states.values()):
+            tensors = self._states[number]
             if len(state) != len(tensors):
                 return False
-            for tensor, known in zip(state.values(), tensors, strict=True):
-                if tensor is not known:
+            for place, tensor in enumerate(state.values()):
+                if tensor is not tensors[place]:
                     return False
-        if not self._count.up_if_untouched():
+        if self._taken is not None and self._count.taken() != self._taken:
             return False
+        if not self._count.up():
+            return False
+        if self._taken is not None:
+            self._taken = self._count.taken()
         for run, numbers in self._calls:
-            run(*[grads[number] for number in numbers])
+            if len(numbers) == 1:
+                run(grads[numbers[0]])
+            else:
+                run(*[grads[number] for number in numbers])
         return True
 
 

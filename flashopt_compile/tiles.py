@@ -40,6 +40,9 @@ Loop = Any  # a `SchedulerNode` or `FusedSchedulerNode`: what Inductor writes a 
 Size = Any  # of sympy: a number, or a multiple of a symbol
 
 _FIRST_ROW = sympy_index_symbol("tile")  # what the generated code calls the first row of a tile
+# How Inductor makes the array of a thread, and finds where it is.
+_ON_THE_HEAP = re.compile(r"std::unique_ptr<(\S+) \[\]> (\w+) = std::make_unique<\S+ \[\]>\((\d+)L\);")
+_BY_POINTER = re.compile(r"= (\w+)\.get\(\);")
 
 
 @contextmanager
@@ -136,12 +139,14 @@ class _OverTiles(cpp.CppKernelProxy):
     def codegen_loops(self, code: Any, worksharing: Any) -> None:
         first = len(code._lines)
         super().codegen_loops(code, worksharing)
+        on_the_stack: set[str] = set()
         for number, line in enumerate(code._lines[first:], start=first):
-            if isinstance(line, str):
-                line = re.sub(
-                    r"std::unique_ptr<(\w+) \[\]> (\w+) = \S+ \[\]>\((\d+)L\);", r"alignas(64) \1 \2[\3];", line
-                )
-                code._lines[number] = re.sub(r"= (buf_tile_\w+)\.get\(\);", r"= \1;", line)
+            if made := _ON_THE_HEAP.search(str(line)):
+                dtype, name, size = made.groups()
+                on_the_stack.add(name)
+                code._lines[number] = line.replace(made.group(), f"alignas(64) {dtype} {name}[{size}];")
+            elif (used := _BY_POINTER.search(str(line))) and used[1] in on_the_stack:
+                code._lines[number] = line.replace(".get()", "")
 
 
 class _TileBuffers(LocalBufferContext):

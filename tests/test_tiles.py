@@ -48,7 +48,7 @@ def test_loops_over_the_same_rows_are_in_one_over_tiles(rows: int):
     assert f"tile+=static_cast<int64_t>({TILE_ELEMENTS // 64}L)" in over_tiles
     assert source.count("#pragma omp for") <= 1
     # What they leave each other is of a tile's size, and no tensor but the result is made.
-    assert sorted(re.findall(r"make_unique<float \[\]>\((\d+)L\)", source)) == ["1024", "16", "16"]
+    assert sorted(re.findall(r"alignas\(64\) float \w+\[(\d+)\];", source)) == ["1024", "16", "16"]
     assert source.count("empty_strided_cpu(") == 1
 
 
