@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from training import assert_identical, parameters, stored, train
 
-from flashopt_compile import FlashAdamW, FlashOptimizer, FlashSGD, compiled, vectors
+from flashopt_compile import FlashAdamW, FlashOptimizer, FlashSGD, compiled, tiles, vectors
 from flashopt_compile.tiles import TILE_ELEMENTS, tiled
 
 pytestmark = pytest.mark.skipif(not vectors.plain_loops(), reason="only what gcc vectorizes is in tiles")
@@ -106,3 +106,17 @@ def test_a_step_that_is_not_in_tiles_gives_the_same_bits(monkeypatch: pytest.Mon
     ours = run()
     monkeypatch.setattr("flashopt_compile.tiles._common_rows", lambda loops: None)
     assert_identical(run(), ours)
+
+
+def test_kernels_of_other_tiles_are_not_found_in_inductors_cache(monkeypatch: pytest.MonkeyPatch):
+    """Its keys are of what it knows itself: without a word of ours, kernels of an older version would be used again."""
+
+    def tag() -> str:
+        with tiled():
+            return torch.compiler.config.cache_key_tag
+
+    before = tag()
+    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "a user's")
+    assert tag() == f"a user's {before}"
+    monkeypatch.setattr(tiles, "_version", lambda: "another")
+    assert tag() != f"a user's {before}"
