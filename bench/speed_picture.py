@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from bench.speed_rows import Row, with_unit
+from bench.speed_rows import Row, rounded, with_unit
 
 matplotlib.use("Agg")
 
@@ -36,7 +36,7 @@ def draw_bar(axes: Axes, place: int, row: Row, colour: str) -> None:
         return
     axes.barh(place, row.value - 1, HEIGHT, left=1, color=colour, zorder=2)
     farthest = max(row.value, 1.0, row.goal.limit if row.goal and 0.7 < row.goal.limit / row.value < 1.6 else 0.0)
-    label = with_unit(row.value, row.unit, digits=2 if row.value < 10 else None)
+    label = with_unit(rounded(row.value, below_ten=2), row.unit)
     weight = "bold" if row.has_passed else "normal"
     axes.text(farthest * 1.06, place, label, ha="left", va="center", fontsize=11, weight=weight, color=INK)
 

@@ -11,10 +11,12 @@ HEADER = ("work", "baseline", "baseline ms", "ours ms", "ratio", "goal", "pass/F
 COMPARISONS = {"≥": operator.ge, "≤": operator.le}
 
 
-def with_unit(number: float, unit: str, digits: int | None = None) -> str:
-    """Three digits behind the point below 10, one below 100, or as few as needed where `digits` is 0."""
-    digits = (3 if number < 10 else 1 if number < 100 else 0) if digits is None else digits
-    shown = f"{number:.{digits}f}" if digits else f"{number:g}"
+def rounded(number: float, below_ten: int = 3) -> str:
+    """So many digits behind the point below 10, one below 100, none above."""
+    return f"{number:,.{below_ten if number < 10 else 1 if number < 100 else 0}f}"
+
+
+def with_unit(shown: str, unit: str) -> str:
     return f"{shown}×" if unit == "×" else f"{shown} {unit}"
 
 
@@ -73,8 +75,8 @@ class Row:
 
     def cells(self) -> tuple[str, ...]:
         times = ("–" if each is None else f"{each:,.2f}" for each in (self.baseline_ms, self.ours_ms))
-        value = "–" if self.value is None else with_unit(self.value, self.unit)
-        goal = f"{self.goal.comparison} {with_unit(self.goal.limit, self.unit, digits=0)}" if self.goal else "–"
+        value = "–" if self.value is None else with_unit(rounded(self.value), self.unit)
+        goal = f"{self.goal.comparison} {with_unit(f'{self.goal.limit:g}', self.unit)}" if self.goal else "–"
         return (self.work, self.baseline, *times, value, goal, self.verdict)
 
     def record(self) -> dict[str, Any]:
