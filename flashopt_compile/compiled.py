@@ -148,7 +148,9 @@ def _without_checks(compiled: Callable[..., None], *example: Any) -> Callable[..
     # Numbers computed once a call have memory of their own. Anything else would be a view, or kept between two loops.
     own = [each for each in others if isinstance(each, Tensor)]
     in_use = {leaf.untyped_storage().data_ptr() for leaf in _leaves(*example)}
-    if any(each.dim() or each.untyped_storage().data_ptr() in in_use for each in own) or order.count(1) != 1:
+    if any(each.dim() or each.element_size() != 4 or each.untyped_storage().data_ptr() in in_use for each in own):
+        return None
+    if order.count(1) != 1:  # the gradient
         return None
     if any(each != rows for each in others if not isinstance(each, Tensor)):
         return None

@@ -27,7 +27,7 @@ from flashopt_compile.options import (
     signature,
 )
 from flashopt_compile.pieces import Piece
-from flashopt_compile.routine import Group, Options, Routine, is_watched
+from flashopt_compile.routine import FollowedGroup, Group, Routine, is_watched
 from flashopt_compile.rule import Rule
 from flashopt_compile.step import Numbers, Step, trace
 from flashopt_compile.storage import Storage, storage_of
@@ -175,8 +175,8 @@ class FlashOptimizer(torch.optim.Optimizer):
             batch.add(entry.step, entry.piece, gradient(parameter), state["step"], taken, numbers[id(group)])
         batch.flush()
         if batch.calls is not None and not any(sharding.is_sharded(parameter) for *_, parameter, _ in work):
-            options = [Options.of(group, self.hyper, self._numbers) for group in self.param_groups]
-            self._routine = Routine.of(options, self.state, batch.calls, self._count)
+            groups = [FollowedGroup.of(group, self.hyper, self._numbers) for group in self.param_groups]
+            self._routine = Routine.of(groups, self.state, batch.calls, self._count)
 
     def _trace(self, work: list[Work], numbers: dict[int, Numbers]) -> None:
         """Step inside a graph that the caller is compiling."""

@@ -27,7 +27,7 @@ States = Mapping[Tensor, Mapping[str, Tensor]]
 STRIDED = torch.strided
 
 
-class Followed(NamedTuple):
+class FollowedParameter(NamedTuple):
     """A parameter, and what its calls follow from if it is stepped."""
 
     parameter: Tensor
@@ -39,7 +39,7 @@ class Followed(NamedTuple):
     grad_is_contiguous: bool = False
 
     @classmethod
-    def of(cls, parameter: Tensor) -> "Followed":
+    def of(cls, parameter: Tensor) -> "FollowedParameter":
         grad = parameter.grad
         if grad is None or not parameter.requires_grad:
             return cls(parameter)
@@ -49,24 +49,24 @@ class Followed(NamedTuple):
 
 
 @dataclass
-class Options:
+class FollowedGroup:
     """A group's options and parameters, as they were."""
 
     values_of: "itemgetter[Any]"
     values: tuple[Any, ...]
     numbers_of: Callable[[Group], Numbers]
     numbers: Numbers
-    parameters: Sequence[Followed]
+    parameters: Sequence[FollowedParameter]
 
     @classmethod
-    def of(cls, group: Group, hyper: Iterable[str], numbers_of: Callable[[Group], Numbers]) -> "Options | None":
+    def of(cls, group: Group, hyper: Iterable[str], numbers_of: Callable[[Group], Numbers]) -> "FollowedGroup | None":
         """None if each step has to look at values: gradients, results, or numbers that may change unnoticed."""
         numbers = numbers_of(group)
         if group["check_numerics"] or group["skip_nonfinite"] or numbers_of(group) is not numbers:
             return None
         initial = ("initial_lr",) if group["decouple_lr"] else ()
         values_of = itemgetter(*hyper, *initial, *STORAGE_OPTIONS)
-        return cls(values_of, values_of(group), numbers_of, numbers, list(map(Followed.of, group["params"])))
+        return cls(values_of, values_of(group), numbers_of, numbers, list(map(FollowedParameter.of, group["params"])))
 
     def follow(self, group: Group) -> bool:
         """Whether no more has changed than what may follow a schedule; the numbers are brought up to date."""
@@ -82,13 +82,13 @@ class Routine:
 
     @classmethod
     def of(
-        cls, options: Sequence[Options | None], states: States, calls: Sequence[Call], count: Count
+        cls, options: Sequence[FollowedGroup | None], states: States, calls: Sequence[Call], count: Count
     ) -> "Routine | None":
         """Of the step just taken; None if the next has to look at values."""
         steady = [each for each in options if each is not None]
         return cls(steady, states, calls, count) if len(steady) == len(options) else None
 
-    def __init__(self, options: Sequence[Options], states: States, calls: Sequence[Call], count: Count) -> None:
+    def __init__(self, options: Sequence[FollowedGroup], states: States, calls: Sequence[Call], count: Count) -> None:
         self._options = options
         self._states = [tuple(state.values()) for state in states.values()]
         self._calls = calls

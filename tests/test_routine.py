@@ -51,23 +51,24 @@ def apart_and_anew(
     assert_identical(run(False), run(True))
 
 
-@pytest.mark.parametrize("eager", [True, False])
-def test_a_step_is_worked_out_once(eager: bool, worked_out: list[FlashOptimizer]):
+def scheduled(forget: bool, eager: bool = True) -> list[Tensor]:
+    """What five steps under a schedule come to."""
     optimizer = FlashAdamW(params := parameters(SHAPES), eager=eager)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 5)
     for number in range(5):
         give_gradients(params, number)
+        if forget:
+            optimizer._forget()
         optimizer.step()
         scheduler.step()
+    return stored(optimizer)
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_step_is_worked_out_once(eager: bool, worked_out: list[FlashOptimizer]):
+    once = scheduled(forget=False, eager=eager)
     assert len(worked_out) == 1
-    twin = FlashAdamW(again := parameters(SHAPES), eager=True)
-    scheduler = torch.optim.lr_scheduler.LinearLR(twin, 0.1, 1.0, 5)
-    for number in range(5):
-        give_gradients(again, number)
-        twin._forget()
-        twin.step()
-        scheduler.step()
-    assert_identical(stored(optimizer), stored(twin))
+    assert_identical(once, scheduled(forget=True))
 
 
 def set_option(name: str, value: Any) -> Callable[..., None]:
