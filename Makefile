@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 
-.PHONY: help demo test lint proof bench clean
+.PHONY: help demo test lint proof hunt bench clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -25,6 +25,9 @@ lint: .venv/.installed-test .venv/.installed-lint ## ruff and pyright over sourc
 
 proof: .venv/.installed-test ## the exhaustive proofs of the bounds
 	$(BIN)/python -m bench.proof
+
+hunt: .venv/.installed-test ## random courses of use, threads, growth and interrupts, 30 minutes
+	$(BIN)/python -m bench.hunt
 
 bench: .venv/.installed-bench ## the benchmarks behind the README's figures
 	$(BIN)/python -m bench

@@ -2,7 +2,7 @@
 
 from flashopt_compile.checkpoint.file import load, save
 from flashopt_compile.checkpoint.flashoptim import flashoptim_state_dict
-from flashopt_compile.numerics import Health, NumericsError
+from flashopt_compile.inspection.numerics import Health, NumericsError
 from flashopt_compile.optimizer import FlashOptimizer
 from flashopt_compile.optimizers import FlashAdam, FlashAdamW, FlashLion, FlashSGD, FlashSGDW
 from flashopt_compile.rule import Moved, debias, ema, number, rule, unbias

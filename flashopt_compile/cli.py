@@ -6,6 +6,10 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
+import torch
+
+from flashopt_compile.checkpoint.states import library_version
+
 COMMANDS = {
     "kernels": "the GPU kernels of a step, written and compiled without a GPU",
     "bench": "the speed of a step beside torch and other libraries",
@@ -22,6 +26,8 @@ def module(command: str) -> ModuleType:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `flashopt COMMAND ...`; 0 if all went well, 1 for what the command found wrong, 2 for wrong input."""
     parser = argparse.ArgumentParser(prog="flashopt", description="Optimizers on 7 bytes per parameter.")
+    version = f"flashopt-compile {library_version()} (torch {torch.__version__})"
+    parser.add_argument("--version", action="version", version=version, help="print the versions of library and torch")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     name = next((argument for argument in arguments if argument in COMMANDS), "")

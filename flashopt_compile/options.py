@@ -1,4 +1,4 @@
-"""What a parameter group may say, checked once at the border: one clear sentence for each mistake."""
+"""The options of a parameter group, checked once at the border, with one clear sentence for each mistake."""
 
 import inspect
 import math
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashopt_compile.sharding import is_sharded, placements, why_not
-from flashopt_compile.storage import PARAMETER_DTYPES, TAILS, Storage
+from flashopt_compile.distributed.shards import is_sharded, placements, why_not
+from flashopt_compile.engine.storage import PARAMETER_DTYPES, TAILS, Storage
 from quant.format import Part
 
 # How weights and states are kept and stepped, whatever the rule; each may be set per parameter group.
@@ -30,12 +30,12 @@ TORCH_OPTIONS: dict[str, tuple[Any, ...]] = {
     "capturable": (False,),
     "differentiable": (False,),
     "amsgrad": (False,),
-    "decoupled_weight_decay": (False,),  # of Adam: that is FlashAdamW
+    "decoupled_weight_decay": (False,),  # of Adam; ours is called FlashAdamW
 }
 
 
 def one_line(value: Any) -> str:
-    """A value as it prints, in one line of at most 80 characters, for a sentence."""
+    """The value's repr in one line of at most 80 characters, for use in a sentence."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -44,7 +44,15 @@ def _at_least_zero(value: Any) -> bool:
     return _is_number(value) and 0 <= value < math.inf
 
 
+def plain(value: Any) -> Any:
+    """Convert numpy numbers (scalars or 0-dim arrays) to Python's, also inside a tuple or list."""
+    if isinstance(value, tuple | list):
+        return type(value)(map(plain, value)) if type(value) in (tuple, list) else value
+    return value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0 else value
+
+
 def _is_number(value: Any) -> bool:
+    value = plain(value)
     if isinstance(value, Tensor):
         dense = value.layout == torch.strided and not value.is_meta
         return dense and value.numel() == 1 and not value.is_complex() and not bool(value.isnan())
@@ -81,7 +89,7 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def signature(first: str, keywords: Mapping[str, Any]) -> inspect.Signature:
-    """Of a constructor that takes `first`, then keywords with these defaults."""
+    """The signature of a constructor that takes `first`, then keywords with these defaults."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     others = [inspect.Parameter(name, kind, default=default) for name, default in keywords.items()]
     return inspect.Signature([inspect.Parameter(first, kind), *others])
@@ -90,7 +98,7 @@ def signature(first: str, keywords: Mapping[str, Any]) -> inspect.Signature:
 def given_options(
     owner: str, hyper: Mapping[str, Any], args: tuple[Any, ...], options: dict[str, Any]
 ) -> dict[str, Any]:
-    """What a constructor was given, by name: hyper-parameters by position or by name, other options by name."""
+    """A constructor's arguments by name. Hyper-parameters may come by position or name, other options by name."""
     if len(args) > len(hyper):
         raise TypeError(f"{owner} takes at most {len(hyper)} positional arguments after params: {list(hyper)}.")
     given = dict(zip(hyper, args, strict=False))
@@ -123,7 +131,7 @@ def check_options(owner: str, options: Mapping[str, Any], hyper: Mapping[str, An
 
 
 def check_torch_options(owner: str, options: dict[str, Any]) -> dict[str, Any]:
-    """`options` without those that only choose among torch.optim's implementations, refusing what we lack."""
+    """`options` without those that only choose among torch.optim's implementations. What we lack is refused."""
     for name, allowed in TORCH_OPTIONS.items():
         if name in options and options[name] not in allowed:
             values = " or ".join(repr(value) for value in allowed)
@@ -135,6 +143,13 @@ def check_parameter(owner: str, name: str, parameter: Any) -> None:
     """Raise TypeError or ValueError if `parameter` is not one we can store."""
     if not isinstance(parameter, Tensor):
         raise TypeError(f"{owner}: parameter {name} is a {type(parameter).__name__}; allowed are tensors.")
+    if getattr(parameter, "_fsdp_flattened", False):  # FSDP1 marks its parameters, flat and original, by this name
+        raise TypeError(
+            f"{owner}: parameter {name} is part of FullyShardedDataParallel's flat parameter (FSDP1), whose states "
+            "cannot be saved or resharded; use FSDP2, torch.distributed.fsdp.fully_shard."
+        )
+    if not parameter.requires_grad and parameter.grad is None:
+        return  # frozen parameters are never touched, so any will do
     if parameter.layout != torch.strided:
         raise TypeError(f"{owner}: parameter {name} has layout {parameter.layout}; allowed is torch.strided.")
     if parameter.dtype not in PARAMETER_DTYPES:
@@ -142,8 +157,24 @@ def check_parameter(owner: str, name: str, parameter: Any) -> None:
         raise TypeError(f"{owner}: parameter {name} has dtype {parameter.dtype}; allowed are {allowed}.")
 
 
+def check_flag(owner: str, name: str, value: Any) -> None:
+    """Raise ValueError unless an argument is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{owner}: {name} is {one_line(value)}; allowed is True or False.")
+
+
+def check_dtype(owner: str, name: str, parameter: Tensor, known: torch.dtype) -> None:
+    """Raise TypeError if a parameter's dtype has changed since its state was made. Its tail depends on the dtype."""
+    if parameter.dtype != known:
+        raise TypeError(
+            f"{owner}: parameter {name} was {known} when its state was made and is {parameter.dtype} now, so that its "
+            "tail no longer fits; cast the model before the optimizer is made, and take the exact weights along with "
+            "get_fp32_model_state_dict and set_fp32_model_state_dict."
+        )
+
+
 def check_shards(owner: str, name: str, parameter: Tensor, storage: Storage) -> None:
-    """Raise TypeError if `parameter` is sharded so that groups are cut."""
+    """Raise TypeError if `parameter` is sharded in a way that cuts groups."""
     reason = why_not(parameter, storage)
     if reason is not None:
         how = one_line(placements(parameter))
@@ -151,7 +182,7 @@ def check_shards(owner: str, name: str, parameter: Tensor, storage: Storage) -> 
 
 
 def check_gradient(owner: str, name: str, parameter: Tensor) -> None:
-    """Raise TypeError or ValueError if the gradient of `parameter`, which has one, cannot step it."""
+    """Raise TypeError or ValueError if `parameter` cannot be stepped by its gradient. It must have one."""
     grad = parameter.grad
     assert grad is not None
     if type(grad) is not Tensor and is_sharded(grad) and not is_sharded(parameter):
@@ -169,7 +200,7 @@ def check_gradient(owner: str, name: str, parameter: Tensor) -> None:
 
 
 def check_state(owner: str, name: str, state: Mapping[str, Tensor], parts: Mapping[str, Part]) -> None:
-    """Raise ValueError unless what is kept of a parameter is a step and `parts`."""
+    """Raise ValueError unless a parameter's state is a step and `parts`."""
     found = {key: value.dtype for key, value in state.items() if key != "step"}
     expected = {key: part.dtype for key, part in parts.items()}
     if found != expected:
@@ -177,3 +208,8 @@ def check_state(owner: str, name: str, state: Mapping[str, Tensor], parts: Mappi
             f"{owner}: the state of parameter {name} is {found}, and its group's options now ask for {expected}; "
             "options that decide on storage must not change after the first step."
         )
+    shapes = {"step": (), **{key: part.shape for key, part in parts.items()}}
+    for key, shape in shapes.items():
+        if key not in state or tuple(state[key].shape) != shape:
+            has = "missing" if key not in state else f"of shape {tuple(state[key].shape)}"
+            raise ValueError(f"{owner}: {key} in the state of parameter {name} is {has}; it must be of shape {shape}.")

@@ -55,7 +55,7 @@ def step_phase(step: Tensor) -> Tensor:
 def phase_of(index: int) -> Tensor:
     """`phases_of` a number, as a number on the CPU."""
     # Without a branch, as the index may be one that Dynamo does not know yet.
-    return torch.tensor((index * INDEX_STRIDE + 2**31) % 2**32 - 2**31, dtype=torch.int32)
+    return torch.tensor((index * INDEX_STRIDE + 2**31) % 2**32 - 2**31, dtype=torch.int32, device="cpu")
 
 
 def _times(number: Tensor, stride: int) -> Tensor:

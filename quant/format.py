@@ -54,7 +54,7 @@ class WeightFormat(Format, Protocol):
 
     @property
     def advance(self) -> Callable[..., tuple[Tensor, ...]]:
-        """Parts, an amount, noise or None → the parts after moving the value they hold by the amount."""
+        """Parts, an amount, noise or None, whether for gcc → the parts after moving their value by the amount."""
         ...
 
     @property
@@ -84,7 +84,7 @@ class Raw:
 
     decode_fast = decode
 
-    def advance(self, value: Tensor, by: Tensor, noise: Tensor | None) -> tuple[Tensor]:
+    def advance(self, value: Tensor, by: Tensor, noise: Tensor | None, for_gcc: bool = False) -> tuple[Tensor]:
         return (value + by,)
 
     def resolution(self, value: Tensor) -> Tensor:

@@ -13,69 +13,15 @@ import torch
 from torch import Tensor
 
 from quant.compand import FOURTH_ROOT, LINEAR, SIGNED_ROOT, SOFTSIGN, SQUARE_ROOT, Compander
-from quant.dither import block_phases, mix_phases, noise, phases_of, step_phase
+from quant.dither import block_phases, mix_phases, noise, phase_of, step_phase
 from quant.format import Part, check_dtype
+from quant.rows import Rows
 from quant.ulp import largest, once, round_up, spread, whole
 
 MIN_SCALE = 2.0**-118  # below, 127/scale would overflow
 # A largest value so little above a scale keeps it. Rounding alone may have brought it there: scales would creep up as a
 # group is stored again and again, and differ where one compiler contracts what another does not.
 SLACK = 2.0**-18
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A tensor as rows of groups: the trailing dims from `start` on form a row of `columns` elements.
-
-    `start` is the largest index ≥ 1 whose trailing dims hold a whole group, else 1 (0 for a vector).
-    """
-
-    shape: tuple[int, ...]
-    group_size: int
-
-    @property
-    def start(self) -> int:
-        start = max(len(self.shape) - 1, 0)
-        while start > 1 and math.prod(self.shape[start:]) < self.group_size:
-            start -= 1
-        return start
-
-    @property
-    def columns(self) -> int:
-        return math.prod(self.shape[self.start :])
-
-    @property
-    def scales_shape(self) -> tuple[int, ...]:
-        return (*self.shape[: self.start], -(-self.columns // self.group_size))
-
-    def blocks(self, tensor: Tensor) -> list[Tensor]:
-        """Views of a contiguous tensor of `shape` whose last dim is one group each.
-
-        One (groups, group_size) view where rows are whole groups; else the whole groups of all rows as
-        (rows, groups, group_size) and the short groups that end them as (rows, rest), either maybe absent.
-        """
-        columns, size = self.columns, self.group_size
-        if columns % size == 0:
-            return [tensor.view(-1, size)]
-        rows = tensor.view(-1, columns)
-        whole = columns - columns % size
-        ends = rows[:, whole:]
-        return [rows[:, :whole].unflatten(1, (-1, size)), ends] if whole else [ends]
-
-    @property
-    def starts(self) -> list[int]:
-        """The position in the tensor of the first element of each of `blocks`."""
-        whole = self.columns - self.columns % self.group_size
-        return [0, whole] if 0 < whole < self.columns else [0]
-
-    def scale_blocks(self, scales: Tensor) -> list[Tensor]:
-        """The scales of each of `blocks`, with a last dim of 1."""
-        columns, size = self.columns, self.group_size
-        if columns % size == 0:
-            return [scales.view(-1, 1)]
-        rows = scales.view(-1, self.scales_shape[-1])
-        ends = rows[:, -1:]
-        return [rows[:, :-1].unsqueeze(-1), ends] if columns > size else [ends]
 
 
 @dataclass(frozen=True)
@@ -129,17 +75,21 @@ class Grouped:
             "scales": Part(self.rows(shape).scales_shape, torch.bfloat16),
         }
 
-    def encode(self, x: Tensor, noise: Tensor | None = None, groups: int = 1) -> tuple[Tensor, Tensor]:
+    def encode(
+        self, x: Tensor, noise: Tensor | None = None, groups: int = 1, for_gcc: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Codes and scales of a block whose last dim is one group, or so many.
 
         Rounds to the nearest code or, given `noise`, up or down with the odds that make the code right on average.
         """
-        size = largest(x, groups)
+        size = largest(x, groups, for_gcc)
         finite = size <= self.compander.largest_scale(self.levels)
         scale = once(round_up(size.clamp(min=MIN_SCALE) * (1 - SLACK)))
         kept = once(-finite.to(torch.int32))  # all bits or none
         never_zero = None if self.signed else x
-        codes = whole(self._compress(x, scale), -self.levels, self.levels, noise, never_zero=never_zero)
+        codes = whole(
+            self._compress(x, scale), -self.levels, self.levels, noise, never_zero=never_zero, for_gcc=for_gcc
+        )
         codes = codes.to(self.dtype) & spread(kept, x).to(self.dtype)
         scale = torch.where(finite, torch.where(size > 0, scale, 0.0), math.nan)
         return codes, scale.to(torch.bfloat16)
@@ -195,8 +145,8 @@ def quantize(
         for block, codes, scales, start in zip(rows.blocks(source), *stored_blocks, rows.starts, strict=True):
             drawn = None
             if rounding == "dither":
-                start_phase, step_phases = phases_of(torch.tensor(start)), step_phase(torch.tensor(step))
-                drawn = noise(mix_phases(sum(block_phases(block), start_phase + step_phases)), stream=1)
+                since = torch.tensor(step, dtype=torch.int64, device="cpu")
+                drawn = noise(mix_phases(sum(block_phases(block), phase_of(start) + step_phase(since))), stream=1)
             for stored, new in zip((codes, scales), format.encode(block, drawn), strict=True):
                 stored.copy_(new)
     return parts["codes"], parts["scales"]

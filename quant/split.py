@@ -71,7 +71,8 @@ class Split:
         # A tie that rounds up to a power of two lies at L/2 codes, between two: take the inner one, or the pair would
         # decode to a value that belongs to the head below.
         carried = bits_of(power) > bits_of(binade(w, self.narrow))
-        codes = ((w - head) * two_over(power)) * torch.where(carried, self._codes * (1 - 2.0**-23), self._codes).float()
+        fraction = (w - head) * two_over(power)
+        codes = torch.where(carried, fraction * (self._codes * (1 - 2.0**-23)), fraction * self._codes)
         codes = torch.where(head.abs() <= self.narrow.max, codes, 0.0)
         return head.to(self.head), codes.round().to(self.tail)
 
@@ -83,7 +84,9 @@ class Split:
         value, correction = self._terms(head, tail)
         return value + correction
 
-    def advance(self, head: Tensor, tail: Tensor, by: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+    def advance(
+        self, head: Tensor, tail: Tensor, by: Tensor, noise: Tensor | None, for_gcc: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Move the stored weight `by` an fp32 amount, rounding to nearest or, given `noise`, dithered.
 
         Head and tail are moved apart: their fp32 sum, whose ulp is coarser than a small update, is formed only to
@@ -106,8 +109,8 @@ class Split:
         moved = size > 0  # which NaN is not
         rounded = choose(moved, rounded, from_bits(bits_of(value) | bits_of(size)))
         codes = choose(moved, codes, tail.to(torch.float32))
-        codes = whole(codes, -self.levels, self.levels, noise, WEIGHT_NOISE_BITS)
-        return narrowed(rounded, self.narrow), codes.to(self.tail)
+        codes = whole(codes, -self.levels, self.levels, noise, WEIGHT_NOISE_BITS, for_gcc=for_gcc)
+        return narrowed(rounded, self.narrow, for_gcc), codes.to(self.tail)
 
     def resolution(self, head: Tensor, tail: Tensor) -> Tensor:
         return spacing(head.to(torch.float32), self.narrow) * (0.5 / self.levels)
@@ -149,7 +152,7 @@ class Rounded:
 
     decode_fast = decode
 
-    def advance(self, head: Tensor, by: Tensor, noise: Tensor | None) -> tuple[Tensor]:
+    def advance(self, head: Tensor, by: Tensor, noise: Tensor | None, for_gcc: bool = False) -> tuple[Tensor]:
         value = self.decode(head)
         total = value + by
         power = binade(total, self.narrow)
@@ -159,7 +162,7 @@ class Rounded:
             lost = ((by - (total - value)) * two_over(power)) * steps
             count = count + (lost + centred(noise))
         rounded = select(by == 0, value, count.round() * spacing(total, self.narrow))
-        return (narrowed(overflow(rounded, self.narrow), self.narrow),)
+        return (narrowed(overflow(rounded, self.narrow), self.narrow, for_gcc),)
 
     def resolution(self, head: Tensor) -> Tensor:
         return spacing(head.to(torch.float32), self.narrow)

@@ -5,11 +5,12 @@ rounds it. Casting between the two costs nothing, neither on a GPU nor in the C+
 compiler makes nothing of the loop that a cast is (docs/performance.md says when). What is never done is a cast to 16
 bits and back: Inductor folds fp32 → bf16 → fp32 to the identity. Every formula gives the same bits whether or not a
 compiler contracts a multiply and an add into one FMA.
+
+`for_gcc` asks for the same bits by operations that gcc can vectorize: it is set where Inductor writes loops over single
+elements and leaves the vectors to gcc.
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -117,9 +118,9 @@ def overflow(rounded: Tensor, narrow: NarrowFloat) -> Tensor:
     return select(rounded.abs() <= narrow.max, rounded, rounded * math.inf)
 
 
-def narrowed(x: Tensor, narrow: NarrowFloat) -> Tensor:
-    """fp32 x, which lies on the grid of `narrow`, in its dtype; fp16 by its bits in `scalar_loops`."""
-    if not _scalar_loops:
+def narrowed(x: Tensor, narrow: NarrowFloat, for_gcc: bool = False) -> Tensor:
+    """fp32 x, which lies on the grid of `narrow`, in its dtype; for gcc, fp16 as its bits in int16."""
+    if not for_gcc:
         return x.to(narrow.dtype)
     if narrow.is_cut_fp32:  # a conversion would round once more, and mind NaN
         return (bits_of(x) >> 16).to(torch.int16).view(narrow.dtype)
@@ -150,13 +151,13 @@ def with_sign(size: Tensor, x: Tensor) -> Tensor:
     return from_bits(bits_of(size) | (bits_of(x) & SIGN))
 
 
-def largest(x: Tensor, groups: int = 1) -> Tensor:
+def largest(x: Tensor, groups: int = 1, for_gcc: bool = False) -> Tensor:
     """The largest |x| of each group in each row, NaN where one is NaN."""
     if x.device.type != "cpu":
         return x.abs().unflatten(-1, (groups, -1)).amax(-1)
     # Integers have no NaN to mind, as floats have in each step of `amax`.
     sizes = bits_of(x) & SIZE
-    if _scalar_loops:
+    if for_gcc:
         if groups == 1:
             return from_bits(sizes.amax(-1, keepdim=True))
         members = (_group_masks(x.shape[-1], groups, x.device, group) for group in range(groups))
@@ -185,20 +186,6 @@ def _group_masks(elements: int, groups: int, device: torch.device, group: int) -
     return -((lanes >= group * each) & (lanes < (group + 1) * each)).to(torch.int32)
 
 
-_scalar_loops = 0  # how many threads are within `scalar_loops`
-
-
-@contextmanager
-def scalar_loops() -> Iterator[None]:
-    """Trace for a compiler that vectorizes Inductor's loops itself: the same bits by other operations."""
-    global _scalar_loops
-    _scalar_loops += 1
-    try:
-        yield
-    finally:
-        _scalar_loops -= 1
-
-
 # The bits of 1.5·2^23. Added to a number of less than 2^22, it pushes the fraction off the end of the significand: what
 # is left there is the number, rounded to even, in two's complement. A power of two less leaves a bit of the fraction.
 _PUSH = 0x4B400000
@@ -216,6 +203,7 @@ def whole(
     noise: Tensor | None = None,
     noise_bits: int = STATE_NOISE_BITS,
     never_zero: Tensor | None = None,
+    for_gcc: bool = False,
 ) -> Tensor:
     """x as a whole number within bounds: an integer of which the low 16 bits count, or 8 with `noise`.
 
@@ -228,7 +216,7 @@ def whole(
         push = _PUSH - (noise_bits << 23)
         bits, base = bits_of(x + from_bits(noise | push)) >> noise_bits, push >> noise_bits
     least = None if never_zero is None else bits_of(never_zero).clamp(max=1)
-    if _scalar_loops and high < 2**8:  # half of the bits, and so twice as many numbers in a vector
+    if for_gcc and high < 2**8:  # half of the bits, and so twice as many numbers in a vector
         base &= 0xFFFF
         bits, least = bits.to(torch.int16), None if least is None else least.to(torch.int16)
     bits = bits.clamp(max=base + high)
@@ -253,8 +241,3 @@ def once(x: Tensor, by: Tensor | None = None) -> Tensor:
     `by` is what x is used by, where x is a number, which is on the CPU for kernels of every device.
     """
     return x.as_strided(x.shape, x.stride()) if (x if by is None else by).device.type == "cpu" else x
-
-
-def kept(x: Tensor) -> Tensor:
-    """`x` itself, of which each element is computed once where loops are in tiles; elsewhere storing it costs more."""
-    return once(x) if _scalar_loops else x

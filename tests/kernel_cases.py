@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from flashopt_compile.engine.step import Step
 from flashopt_compile.kernels import Emitted, emit
 from flashopt_compile.kernels.emit import blocks_of, numbers
 from flashopt_compile.rule import Rule
 from flashopt_compile.rules import adam, adamw, lion, sgd
-from flashopt_compile.step import Step
 
 
 @cache

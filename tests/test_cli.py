@@ -1,6 +1,11 @@
 """The command `flashopt`: every subcommand explains itself, and a mistake is one line."""
 
+import subprocess
+import sys
+from importlib import metadata
+
 import pytest
+import torch
 
 from flashopt_compile import cli
 
@@ -25,3 +30,20 @@ def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]):
         cli.main(["polish"])
     assert ended.value.code == 2
     assert "polish" in capsys.readouterr().err
+
+
+def test_the_versions_of_library_and_torch_are_printed(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    library = metadata.version("flashopt-compile")
+    assert capsys.readouterr().out == f"flashopt-compile {library} (torch {torch.__version__})\n"
+
+
+def test_the_package_run_as_a_module_is_the_command():
+    command = [sys.executable, "-m", "flashopt_compile"]
+    shown = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=120, check=True)
+    assert shown.stdout.startswith("usage: flashopt ")
+    refused = subprocess.run([*command, "inspect", "nowhere"], capture_output=True, text=True, timeout=120, check=False)
+    assert refused.returncode == 2
+    assert "flashopt inspect: nowhere" in refused.stderr

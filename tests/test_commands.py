@@ -4,6 +4,7 @@ import builtins
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,31 @@ def test_mistakes_are_one_line(run: str, capsys: pytest.CaptureFixture[str]):
         told = [line for line in capsys.readouterr().err.splitlines() if sentence in line]
         assert len(told) == 1
     assert not os.path.exists("x")
+
+
+@pytest.mark.parametrize("link", [None, os.symlink, os.link], ids=["itself", "symlink", "hard link"])
+def test_a_source_is_replaced_by_force_only(
+    link: Callable[[str, str], None] | None, run: str, capsys: pytest.CaptureFixture[str]
+):
+    target = run
+    if link is not None:
+        link(run, target := "link.ckpt")
+    before = Path(run).read_bytes()
+    assert cli.main(["convert", run, target, "--to", "torch"]) == 2
+    (told,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("flashopt convert: ")]
+    assert f"{target} is the source itself" in told and "--force" in told
+    assert Path(run).read_bytes() == before
+    assert cli.main(["convert", run, target, "--to", "torch", "--force"]) == 0
+    sizes = [line.split()[2] for line in capsys.readouterr().out.splitlines() if ".ckpt" in line]
+    assert len(sizes) == 2 and len(set(sizes)) == 2  # of the source before, and of what replaced it
+    content = torch.load(target, weights_only=True)
+    assert "exp_avg" in content["optimizer"]["state"][0]
+
+
+def test_another_file_is_written_over_as_ever(run: str):
+    shutil.copy(run, "other.ckpt")
+    assert cli.main(["convert", run, "other.ckpt", "--to", "torch"]) == 0
+    assert "exp_avg" in torch.load("other.ckpt", weights_only=True)["optimizer"]["state"][0]
 
 
 def losses(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, seed: int) -> list[float]:

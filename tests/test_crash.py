@@ -1,11 +1,15 @@
 """Crashes and damage: processes killed while they save, full disks, and 500 damaged files."""
 
 import os
+import queue
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,38 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path, monkeyp
     assert os.listdir(tmp_path) == ["run.ckpt"]
 
 
+LIMIT = 120.0  # seconds that any line of another process may take
+
+
+class Lines:
+    """The lines that a process writes, each of which must come within a limit."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process, self._lines = process, queue.Queue[str]()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put("")
+
+    def next(self) -> str:
+        try:
+            line = self._lines.get(timeout=LIMIT)
+        except queue.Empty:
+            raise AssertionError(f"nothing was written for {LIMIT} seconds") from None
+        assert line, f"the process ended with {self._process.wait(LIMIT)}"
+        return line
+
+    def until(self, last: str) -> list[str]:
+        """All lines before the one that is `last`."""
+        lines: list[str] = []
+        while (line := self.next()).strip() != last:
+            lines.append(line)
+        return lines
+
+
 def children(lines: list[str]) -> list[int]:
     return [int(line) for line in lines if line.strip().isdigit()]
 
@@ -40,30 +76,58 @@ def saves(lines: list[str]) -> list[int]:
     return [int(line.split()[1]) for line in lines if line.startswith("saved")]
 
 
+@contextmanager
+def started(program: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """A process with pipes to it, which is killed in the end if it is still there, with those that it has forked."""
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(program, start_new_session=True, **pipes)
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(LIMIT)
+
+
+def test_a_process_that_dies_or_says_nothing_ends_the_wait(monkeypatch: pytest.MonkeyPatch):
+    with started([sys.executable, "-c", "print('one'); raise SystemExit(3)"]) as process:
+        lines = Lines(process)
+        assert lines.next() == "one\n"
+        with pytest.raises(AssertionError, match="ended with 3"):
+            lines.next()
+    monkeypatch.setattr(sys.modules[__name__], "LIMIT", 0.1)
+    with started([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        with pytest.raises(AssertionError, match=r"nothing was written for 0\.1 seconds"):
+            Lines(process).next()
+        monkeypatch.undo()
+
+
 def test_killed_at_any_moment_the_previous_checkpoint_is_whole(tmp_path: Path):
     """Twenty times, each at another moment of a save; what the dead leave is removed by the next save."""
     path = tmp_path / "run.ckpt"
     moments = random.Random(7)
     program = [sys.executable, str(Path(__file__).parent / "saving.py"), str(path)]
     leftovers = 0
-    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None and process.stdout is not None
+    with started(program) as process:
+        assert process.stdin is not None
+        written = Lines(process)
         for _ in range(20):
             path.unlink(missing_ok=True)
             process.stdin.write("go\n")
             process.stdin.flush()
             lines: list[str] = []
             while not (children(lines) and saves(lines)):
-                lines.append(process.stdout.readline())
+                lines.append(written.next())
             time.sleep(moments.uniform(0.01, 0.06))
             os.kill(children(lines)[0], signal.SIGKILL)
-            done = max(saves([*lines, *iter(process.stdout.readline, "dead\n")]))
+            done = max(saves([*lines, *written.until("dead")]))
             model, optimizer = pair(seed=9)
             extra = load(path, model, optimizer)
             assert extra["count"] in (done, done + 1)  # renamed, and not told of any more
             assert (extra["weight"] == extra["count"]).all()
             leftovers += len(os.listdir(tmp_path)) - 1
         process.stdin.close()
+        assert process.wait(LIMIT) == 0
     assert leftovers  # or no process was killed within a save
     save(path, model, optimizer)
     assert os.listdir(tmp_path) == ["run.ckpt"]

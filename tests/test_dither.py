@@ -10,7 +10,7 @@ from strategies import COUNT, Compiled, differences
 from torch import Tensor
 
 from quant.dither import STREAMS, block_phases, mix, mix_phases, noise, phases_of, step_phase
-from quant.grouped import Rows
+from quant.rows import Rows
 from quant.ulp import WEIGHT_NOISE_BITS
 
 INDEX = torch.arange(2**18, dtype=torch.int32)

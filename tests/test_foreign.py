@@ -169,7 +169,7 @@ def test_recorded_torchao_states_load():
 
 def test_torchao_itself():
     low_bit = pytest.importorskip("torchao.optim", reason="torchao is not installed: pip install torchao")
-    from torchao.optim.subclass_8bit import OptimState8bit
+    from torchao.optim.subclass_8bit import OptimState8bit  # pyright: ignore[reportMissingImports]
 
     theirs = low_bit.AdamW8bit(parameters([(64, 80)], torch.float32))
     state = {name: OptimState8bit.zeros((64, 80), signed=name == "exp_avg") for name in ("exp_avg", "exp_avg_sq")}

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from training import assert_identical
 
 from flashopt_compile import FlashOptimizer, load, save
-from flashopt_compile.archive import OPTIMIZERS, Archive
+from flashopt_compile.checkpoint.archive import OPTIMIZERS, Archive
 from flashopt_compile.checkpoint.states import library_version
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -132,7 +132,7 @@ class Bf16State:
     def parts(self, shape: tuple[int, ...]) -> dict[str, Part]:
         return {"value": Part(shape, torch.bfloat16)}
 
-    def encode(self, x: Tensor, u: Tensor | None = None) -> tuple[Tensor]:
+    def encode(self, x: Tensor, noise: Tensor | None = None, for_gcc: bool = False) -> tuple[Tensor]:
         return (x.to(torch.bfloat16),)
 
     def decode(self, value: Tensor) -> Tensor:

@@ -9,11 +9,11 @@ import torch
 from kernel_cases import CASES, Case, every_number, hyper_of, run_eager
 from torch import Tensor
 
+from flashopt_compile.engine.step import Step
+from flashopt_compile.engine.storage import Storage
 from flashopt_compile.kernels import TARGETS, Emitted, compile_offline, emit, interpret, traffic
 from flashopt_compile.kernels.emit import emit_step
 from flashopt_compile.rules import lion, sgd
-from flashopt_compile.step import Step
-from flashopt_compile.storage import Storage
 from quant import SIGNED8, Split
 from quant.ulp import spacing
 

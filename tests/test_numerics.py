@@ -6,7 +6,7 @@ import pytest
 import torch
 from oracles import TABLE, Row
 from torch.nn import Parameter
-from training import ALIGNED, RAGGED, assert_identical, give_gradients, parameters, stored, train
+from training import ALIGNED, RAGGED, assert_identical, give_gradients, held, parameters, stored, train
 
 from flashopt_compile import FlashAdamW, FlashLion, FlashOptimizer, FlashSGD, Health, NumericsError
 
@@ -77,7 +77,14 @@ def test_a_refused_step_changes_no_parameter_of_any_group():
 def test_updates_that_are_kept_or_meant_to_be_nothing_pass(options: dict[str, Any]):
     p = filled(1.5)
     p.grad = torch.ones_like(p)
-    FlashSGD([p], **{"lr": 1e-6, "check_numerics": True, **options}, eager=True).step()
+    options = {"lr": 1e-6, "check_numerics": True, **options}
+    optimizer = FlashSGD([p], **options, eager=True)
+    optimizer.step()
+    assert optimizer.state[p]["step"] == 1
+    # Kept on average by dither, kept by bits enough for it, or lost for want of a check; and none at all without lr.
+    moved = (held(optimizer, p)["w"] - 1.5).mean().item()
+    is_lost = not options["check_numerics"] or options["lr"] == 0
+    assert moved == 0 if is_lost else moved == pytest.approx(-options["lr"], rel=0.35)
 
 
 def test_numerics_of_weights_without_a_tail():

@@ -49,8 +49,8 @@ def digest(rule: str, dtype: torch.dtype, bits: int | None, rounding: str, eager
     generator = torch.Generator().manual_seed(1)
     for _ in range(20):
         for weight in weights:
-            grad = torch.randn(weight.shape, generator=generator)
-            weight.grad = (grad * torch.rand(weight.shape, generator=generator) ** 4).to(dtype)
+            grad, size = (draw(weight.shape, generator=generator) for draw in (torch.randn, torch.rand))
+            weight.grad = (grad * (size * size) * (size * size)).to(dtype)  # a power's bits depend on threads
         optimizer.step()
     found = hashlib.sha256()
     for weight in weights:

@@ -3,23 +3,24 @@
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from planning import Watched, carry_out, eager_of_width, item_of, step_by_blocks, with_calls_of
 from torch import Tensor
 from torch.nn import Parameter
 from training import assert_identical, give_gradients, held, parameters, stored, train
 
-from flashopt_compile import SIGNED8, FlashAdamW, FlashOptimizer, FlashSGD, Moved, batch, rule
-from flashopt_compile.batch import Batch, Kernel, Kernels, bind, eager
-from flashopt_compile.pieces import Piece
+from flashopt_compile import SIGNED8, FlashAdamW, FlashOptimizer, FlashSGD, Moved, rule
+from flashopt_compile.engine import planner
+from flashopt_compile.engine.kernel import Kernels
+from flashopt_compile.engine.layout import Layout
+from flashopt_compile.engine.step import Place, Step
+from flashopt_compile.engine.storage import storage_of
+from flashopt_compile.inductor import compile as inductor
 from flashopt_compile.rules.adamw import adamw
-from flashopt_compile.step import Place, Step
-from flashopt_compile.storage import storage_of
 from quant import Grouped
 
 SHAPES = [(96, 64), (64, 50), (50, 33), (40, 31), (16, 8, 3, 3), (6, 5, 70), (1, 2049), (77,)]
@@ -35,11 +36,11 @@ def step_for(shape: tuple[int, ...], rounding: str = "dither") -> Step:
     return Step(adamw, storage_of(adamw, torch.bfloat16, shape, 24, True), rounding, maximize=False)
 
 
-def whole_step(one: Step, tensors: list[Tensor], t: Tensor, kernels: Kernels = eager) -> None:
-    head, grad, *rest = tensors
-    batch = Batch(kernels, {})
-    batch.add(one, Piece.of(one, [head, *rest]), grad, t, t.item(), HYPER)
-    batch.flush()
+class UncompiledWhole(inductor.WholeKernel):
+    """The kernel of a device that steps whole parameters, but for the compiler."""
+
+    def _run(self, tensors: Sequence[Tensor], t: Tensor, place: Place, numbers: Any) -> None:
+        self.step(tensors, t, place, numbers)
 
 
 def fresh_tensors(one: Step, shape: tuple[int, ...]) -> list[Tensor]:
@@ -49,36 +50,30 @@ def fresh_tensors(one: Step, shape: tuple[int, ...]) -> list[Tensor]:
     assert head.grad is not None
     rest = [torch.zeros(part.shape, dtype=part.dtype) for part in one.storage.parts(shape).values()]
     tensors = [head.detach(), head.grad, *rest]
-    whole_step(one, tensors, torch.tensor(1.0))
+    step_by_blocks(one, tensors, torch.tensor(1.0), HYPER)
     return tensors
 
 
 @pytest.mark.parametrize("rounding", ["dither", "nearest"])
-@pytest.mark.parametrize("chunk, small", [(64, 0), (96, 20), (1000, 100), (1000, 10**6)])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("most, small", [(64, 0), (96, 20), (1000, 100), (1000, 10**6)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_chunks_give_the_bits_of_the_whole(
-    shape: tuple[int, ...], chunk: int, small: int, rounding: str, monkeypatch: pytest.MonkeyPatch
+def test_cuts_give_the_bits_of_the_whole(
+    shape: tuple[int, ...], most: int, small: int, groups: int, rounding: str, monkeypatch: pytest.MonkeyPatch
 ):
-    one = step_for(shape, rounding)
+    one, t = step_for(shape, rounding), torch.tensor(2.0)
     whole, cut = fresh_tensors(one, shape), fresh_tensors(one, shape)
-    whole_step(one, whole, torch.tensor(2.0))
-    sizes = []
-
-    def run(block: Sequence[Tensor], *rest: Any) -> None:
-        assert block[0].dim() == 2 and len(block[0]) > 1 and all(tensor.is_contiguous() for tensor in block)
-        sizes.append(block[0].numel())
-        one(block, *rest)
-
-    def watched(*kind: Any) -> Kernel:
-        return replace(eager(*kind), bind=partial(bind, run))
-
-    monkeypatch.setattr(batch, "CHUNK_ELEMENTS", chunk)
-    monkeypatch.setattr(batch, "SMALL_ELEMENTS", small)
-    whole_step(one, cut, torch.tensor(2.0), watched)
+    step_by_blocks(one, whole, t, HYPER)
+    monkeypatch.setattr(planner, "SMALL_ELEMENTS", small)
+    monkeypatch.setattr(planner, "PACK_ELEMENTS", most)
+    watched = Watched(eager_of_width(groups, most))
+    carry_out(watched, [item_of(one, cut, t, HYPER)])
     assert_identical(cut, whole)
-    assert sum(sizes) >= whole[0].numel()
-    if small < chunk:
-        assert max(sizes) <= max(2 * chunk, 4 * whole[0][0].numel())
+    assert all(len(block.shape) == 3 and block.shape[-1] == 32 * groups for block in watched.blocks)
+    assert sum(watched.elements) >= whole[0].numel()
+    if small < most:
+        row = Layout.of(one.storage, shape).columns if Layout.of(one.storage, shape).rows > 1 else 0
+        assert max(watched.elements) <= max(most, row) + 64 * groups
 
 
 @pytest.mark.parametrize("cuts", [[0, 1], [0, 3, 4], [0, 0, 2]], ids=str)
@@ -88,7 +83,7 @@ def test_shards_of_rows_give_the_bits_of_the_whole(shape: tuple[int, ...], cuts:
     one = step_for(shape)
     whole, sharded = fresh_tensors(one, shape), fresh_tensors(one, shape)
     t = torch.tensor(2.0)
-    whole_step(one, whole, t)
+    step_by_blocks(one, whole, t, HYPER)
     row_elements = whole[0].numel() // shape[0]
     for first, last in zip(cuts, [*cuts[1:], shape[0]], strict=True):
         own = [tensor[first:last].clone() for tensor in sharded]
@@ -99,44 +94,68 @@ def test_shards_of_rows_give_the_bits_of_the_whole(shape: tuple[int, ...], cuts:
     assert_identical(sharded, whole)
 
 
-@pytest.mark.parametrize("in_cache", [True, False], ids=["chunks", "whole"])
-@pytest.mark.parametrize("small, chunk", [(1 << 16, 1 << 20), (100, 416), (100, 1 << 20)], ids=str)
+KERNELS: dict[str, Kernels] = {
+    "eager": eager_of_width(),
+    "eager, two groups": eager_of_width(2),
+    "compiled": lambda *kind: inductor.kernel(*kind),
+    "whole": lambda step, *_: UncompiledWhole(step),
+}
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("small, most", [(1 << 16, 1 << 20), (100, 416), (100, 1 << 20)], ids=str)
 @pytest.mark.parametrize("cut", [32, 64, 96], ids=str)
 def test_shards_of_columns_give_the_bits_of_the_whole(
-    cut: int, small: int, chunk: int, in_cache: bool, monkeypatch: pytest.MonkeyPatch
+    cut: int, small: int, most: int, kernels: str, monkeypatch: pytest.MonkeyPatch
 ):
     """As ranks of tensor parallelism would: each its columns, which follow each other within a row alone."""
     shape = 33, 128
     one, t = step_for(shape), torch.tensor(2.0)
     whole, sharded = fresh_tensors(one, shape), fresh_tensors(one, shape)
-    whole_step(one, whole, t)
-    monkeypatch.setattr(batch, "CHUNK_ELEMENTS", chunk)
-    monkeypatch.setattr(batch, "SMALL_ELEMENTS", small)
-    monkeypatch.setattr(batch, "works_in_cache", lambda device: in_cache)
+    step_by_blocks(one, whole, t, HYPER)
+    monkeypatch.setattr(planner, "SMALL_ELEMENTS", small)
+    monkeypatch.setattr(planner, "PACK_ELEMENTS", most)
     for first, last in ((0, cut), (cut, 128)):
         places = [
             slice(first // 32, last // 32) if is_scale else slice(first, last)
             for is_scale in (False, *one.storage.scales)
         ]
         own = [tensor[:, place].clone() for tensor, place in zip(sharded, places, strict=True)]
-        head, grad, *rest = own
-        piece = Piece.of(one, [head, *rest], first, torch.arange(33) * 128 + first)
-        shards = Batch(eager, {})
-        shards.add(one, piece, grad, t, t.item(), HYPER)
-        shards.flush()
+        layout = Layout.of(one.storage, own[0].shape, first, torch.arange(33) * 128 + first)
+        carry_out(with_calls_of(KERNELS[kernels], most), [item_of(one, own, t, HYPER, layout)])
         for tensor, place, part in zip(sharded, places, own, strict=True):
             tensor[:, place] = part
     assert_identical(sharded, whole)
 
 
-def test_strided_parameters_are_stepped_in_bounded_slabs(monkeypatch: pytest.MonkeyPatch):
-    (plain,) = parameters([(100, 64)])
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_shards_of_columns_without_groups_give_the_bits_of_the_whole(kernels: str, monkeypatch: pytest.MonkeyPatch):
+    """Columns may then be cut anywhere."""
+    shape, cut = (33, 128), 45
+    one = Step(adamw, storage_of(adamw, torch.bfloat16, shape, 24, False), "dither", maximize=False)
+    t = torch.tensor(2.0)
+    whole, sharded = fresh_tensors(one, shape), fresh_tensors(one, shape)
+    step_by_blocks(one, whole, t, HYPER)
+    monkeypatch.setattr(planner, "SMALL_ELEMENTS", 100)
+    for first, last in ((0, cut), (cut, 128)):
+        own = [tensor[:, first:last].clone() for tensor in sharded]
+        layout = Layout.of(one.storage, own[0].shape, first, torch.arange(33) * 128 + first)
+        carry_out(with_calls_of(KERNELS[kernels], 416), [item_of(one, own, t, HYPER, layout)])
+        for tensor, part in zip(sharded, own, strict=True):
+            tensor[:, first:last] = part
+    assert_identical(sharded, whole)
+
+
+@pytest.mark.parametrize("shape", [(100, 64), (64, 50), (64, 33)], ids=str)
+def test_strided_parameters_are_stepped_in_bounded_slabs(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
+    (plain,) = parameters([shape])
     strided = Parameter(plain.detach().t().contiguous().t())
     train(one := FlashAdamW([plain], eager=True), range(2))
-    monkeypatch.setattr(batch, "CHUNK_ELEMENTS", 640)
-    monkeypatch.setattr(batch, "SMALL_ELEMENTS", 0)
+    monkeypatch.setattr(planner, "STAGED_ELEMENTS", 640)
+    monkeypatch.setattr(planner, "SMALL_ELEMENTS", 0)
     train(other := FlashAdamW([strided], eager=True), range(2))
     assert_identical(stored(other), stored(one))
+    assert other.plan is not None and other.plan.bytes < 3 * plain.nbytes
 
 
 def test_draws_differ_between_elements_and_steps():
@@ -229,6 +248,7 @@ PEAK = """
 import sys
 import torch
 from flashopt_compile import FlashAdamW
+from flashopt_compile.stepping import trained
 
 def status(key):
     with open("/proc/self/status") as lines:
@@ -238,7 +258,7 @@ def peak_of_a_step(rows):
     p = torch.nn.Parameter(torch.ones(rows, 1024, dtype=torch.bfloat16))
     p.grad = torch.ones_like(p)
     optimizer = FlashAdamW([p])
-    list(optimizer._work())
+    list(trained(optimizer))  # makes the states
     for tensor in optimizer.state[p].values():
         tensor.add_(0)  # touched, so that the kernel has given it its memory
     with open("/proc/self/clear_refs", "w") as file:
@@ -255,6 +275,6 @@ print(peak_of_a_step(int(sys.argv[1])))
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's high-water mark of memory")
 def test_peak_memory_of_a_step_is_16_mib_at_most():
     """For one bf16 parameter of 100 million elements."""
-    done = subprocess.run([sys.executable, "-c", PEAK, "97657"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", PEAK, "97657"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) <= 16 * 2**20, f"{int(done.stdout) / 2**20:.1f} MiB"

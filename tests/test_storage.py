@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from training import parameters
 
 from flashopt_compile import FlashAdamW, FlashLion, FlashOptimizer, FlashSGD
+from flashopt_compile.engine.storage import Storage, storage_of
 from flashopt_compile.rules.adamw import adamw
 from flashopt_compile.rules.sgd import sgd, sgd_momentum
-from flashopt_compile.storage import Storage, storage_of
 from quant import ROOT8, SIGNED8, Part, Raw, Rounded, Split
 
 BF16 = torch.bfloat16

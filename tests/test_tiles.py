@@ -1,6 +1,7 @@
-"""Loops in tiles: what Inductor writes of them, and that it leaves alone what is not row by row."""
+"""Loops in tiles: the C++ that Inductor writes for them, and what is left as Inductor has it."""
 
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,21 +11,25 @@ from torch import Tensor
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from training import assert_identical, parameters, stored, train
 
-from flashopt_compile import FlashAdamW, FlashOptimizer, FlashSGD, compiled, tiles, vectors
-from flashopt_compile.tiles import TILE_ELEMENTS, tiled
+from flashopt_compile import FlashAdamW, FlashOptimizer, FlashSGD
+from flashopt_compile.inductor import compile as inductor
+from flashopt_compile.inductor import gcc, tiles
+from flashopt_compile.inductor.tiles import TILE_ELEMENTS, InTiles
 
-pytestmark = pytest.mark.skipif(not vectors.plain_loops(), reason="only what gcc vectorizes is in tiles")
-OPTIONS = {"cpp.simdlen": 1, "inplace_buffers": False}
+pytestmark = pytest.mark.skipif(not gcc.loops_for_gcc(), reason="only what gcc vectorizes is in tiles")
+OPTIONS: dict[str, Any] = {"cpp.simdlen": 1, "inplace_buffers": False}
+IN_TILES = {**OPTIONS, "_pre_fusion_custom_pass": InTiles()}
 
 
-def source_of(function: Callable[..., Any], *arguments: Tensor) -> str:
-    """The C++ that Inductor writes in tiles, having checked what it computes."""
+def source_of(function: Callable[..., Any], *arguments: Tensor, options: dict[str, Any] = IN_TILES) -> str:
+    """The C++ that Inductor writes for blocks (rows, n, width), having checked what it computes."""
     expected = function(*arguments)
     torch._dynamo.reset()
     for tensor in arguments:
         torch._dynamo.mark_dynamic(tensor, 0)
-    with fresh_cache(), tiled():
-        found, (source,) = run_and_get_code(torch.compile(function, fullgraph=True, options=OPTIONS), *arguments)
+        torch._dynamo.mark_dynamic(tensor, 1)
+    with fresh_cache():
+        found, (source,) = run_and_get_code(torch.compile(function, fullgraph=True, options=options), *arguments)
     torch.testing.assert_close(found, expected)
     return source
 
@@ -34,27 +39,40 @@ def loops_over_tiles(source: str) -> list[str]:
 
 
 def normalized(x: Tensor) -> Tensor:
-    """Three loops: the largest of each row, a factor of each, and the quotients."""
+    """Three loops: the largest of each piece, a factor of each, and the quotients."""
     y = x * x
     y = y.as_strided(y.shape, y.stride())
     factor = 1 / y.amax(-1, keepdim=True)
     return y * factor.as_strided(factor.shape, factor.stride())
 
 
-@pytest.mark.parametrize("rows", [2, 15, 16, 17, 1000])
-def test_loops_over_the_same_rows_are_in_one_over_tiles(rows: int):
-    source = source_of(normalized, torch.rand(rows, 64) + 1)
+@pytest.mark.parametrize("rows, pieces", [(2, 15), (3, 16), (5, 17), (7, 1000), (1000, 2)])
+def test_loops_over_the_same_pieces_are_in_one_over_tiles(rows: int, pieces: int):
+    source = source_of(normalized, torch.rand(rows, pieces, 64) + 1)
     (over_tiles,) = loops_over_tiles(source)
     assert f"tile+=static_cast<int64_t>({TILE_ELEMENTS // 64}L)" in over_tiles
+    assert source.count("for(int64_t row=") == 1
     assert source.count("#pragma omp for") <= 1
     # What they leave each other is of a tile's size, and no tensor but the result is made.
     assert sorted(re.findall(r"alignas\(64\) float \w+\[(\d+)\];", source)) == ["1024", "16", "16"]
     assert source.count("empty_strided_cpu(") == 1
 
 
+def test_rows_may_lie_apart():
+    """As those of a parameter do, of which the short groups that end its rows are stepped elsewhere."""
+    whole = torch.rand(6, 37 * 64 + 8) + 1
+    source = source_of(normalized, whole[:, : 37 * 64].unflatten(1, (37, 64)))
+    assert len(loops_over_tiles(source)) == 1
+
+
 def other_rows(x: Tensor) -> Tensor:
     largest = x.amax(-1, keepdim=True)
     return x - largest.as_strided(largest.shape, largest.stride()).flip(0)
+
+
+def other_pieces(x: Tensor) -> Tensor:
+    largest = x.amax(-1, keepdim=True)
+    return x - largest.as_strided(largest.shape, largest.stride()).flip(1)
 
 
 def all_rows(x: Tensor) -> Tensor:
@@ -64,21 +82,58 @@ def all_rows(x: Tensor) -> Tensor:
 
 def columns(x: Tensor) -> Tensor:
     largest = x.amax(-1, keepdim=True)
-    return (x / largest.as_strided(largest.shape, largest.stride())).sum(0)
+    return (x / largest.as_strided(largest.shape, largest.stride())).sum((0, 1))
 
 
-@pytest.mark.parametrize("function", [other_rows, all_rows, columns])
-def test_what_minds_other_rows_is_left_as_it_is(function: Callable[[Tensor], Tensor]):
-    assert not loops_over_tiles(source_of(function, torch.rand(100, 64) + 1))
+@pytest.mark.parametrize("function", [other_rows, other_pieces, all_rows, columns])
+def test_what_minds_other_pieces_is_left_as_it_is(function: Callable[[Tensor], Tensor]):
+    assert not loops_over_tiles(source_of(function, torch.rand(5, 20, 64) + 1))
 
 
 def test_others_compile_as_ever():
-    with tiled():
-        pass
+    """Before, after and while we compile: tiles are an option of one compilation."""
+    block = torch.rand(5, 20, 64) + 1
+    assert not loops_over_tiles(source_of(normalized, block, options=OPTIONS))
+    assert loops_over_tiles(source_of(normalized, block))
+    assert not loops_over_tiles(source_of(normalized, block, options=OPTIONS))
+
+
+def test_a_compile_in_another_thread_has_no_tiles(monkeypatch: pytest.MonkeyPatch):
+    """It begins once ours has reached its loops, and ends before ours goes on."""
+    real, sources, errors = InTiles.__call__, [], []
+
+    def other() -> None:
+        try:
+            torch.compile(normalized, fullgraph=True, options=OPTIONS)(torch.rand(5, 20, 64) + 1)
+        except Exception as error:
+            errors.append(error)
+
+    def meanwhile(self: InTiles, nodes: list[Any]) -> list[Any]:
+        found = real(self, nodes)
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(2)  # until it waits for the lock that compiling takes, or is done
+        threads.append(thread)
+        return found
+
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr(InTiles, "__call__", meanwhile)
     torch._dynamo.reset()
+    block = torch.rand(5, 20, 64) + 1
+    for dim in (0, 1):
+        torch._dynamo.mark_dynamic(block, dim)
+
+    def both() -> Tensor:
+        result = torch.compile(lambda x: normalized(x) + 1, fullgraph=True, options=IN_TILES)(block)
+        for thread in threads:
+            thread.join(120)
+        return result
+
     with fresh_cache():
-        _, (source,) = run_and_get_code(torch.compile(normalized, options=OPTIONS), torch.rand(100, 64) + 1)
-    assert not loops_over_tiles(source)
+        result, sources = run_and_get_code(both)
+    torch.testing.assert_close(result, normalized(block) + 1)
+    assert not errors and not any(thread.is_alive() for thread in threads)
+    assert sorted(bool(loops_over_tiles(source)) for source in sources) == [False, True]
 
 
 @pytest.mark.parametrize("kind, options", [(FlashAdamW, {}), (FlashSGD, {"momentum": 0.9})])
@@ -86,7 +141,7 @@ def test_a_step_computes_its_states_once(
     kind: type[FlashOptimizer], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
     """They are read where the largest are found, and not again."""
-    monkeypatch.setattr(compiled, "_kernels", {})
+    monkeypatch.setattr(inductor, "_kernels", type(inductor._kernels)())
     optimizer = kind(parameters([(64, 64)]), lr=0.01, **options)
     with fresh_cache():
         _, (source,) = run_and_get_code(train, optimizer, range(1))
@@ -99,24 +154,21 @@ def test_a_step_computes_its_states_once(
 
 def test_a_step_that_is_not_in_tiles_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch):
     def run() -> list[Tensor]:
-        monkeypatch.setattr(compiled, "_kernels", {})
+        monkeypatch.setattr(inductor, "_kernels", type(inductor._kernels)())
         with fresh_cache():
             return stored(train(FlashAdamW(parameters([(64, 64), (33, 96)]), lr=0.01), range(2)))
 
     ours = run()
-    monkeypatch.setattr("flashopt_compile.tiles._common_rows", lambda loops: None)
-    assert_identical(run(), ours)
+    monkeypatch.setattr("flashopt_compile.inductor.tiles._common_loops", lambda loops: None)
+    monkeypatch.setattr(inductor, "_told", set())
+    with pytest.warns(RuntimeWarning, match="none of its inputs"):  # what its loops leave each other
+        assert_identical(run(), ours)
 
 
 def test_kernels_of_other_tiles_are_not_found_in_inductors_cache(monkeypatch: pytest.MonkeyPatch):
     """Its keys are of what it knows itself: without a word of ours, kernels of an older version would be used again."""
-
-    def tag() -> str:
-        with tiled():
-            return torch.compiler.config.cache_key_tag
-
-    before = tag()
-    with torch.compiler.config.patch(cache_key_tag="a user's"):  # pyright: ignore[reportAttributeAccessIssue]
-        assert tag() == f"a user's {before}"
+    before = InTiles().uuid()
+    assert InTiles().uuid() == before
+    assert isinstance(before, str) and before
     monkeypatch.setattr(tiles, "_version", lambda: "another")
-    assert tag() != before
+    assert InTiles().uuid() != before

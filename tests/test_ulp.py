@@ -1,7 +1,6 @@
 """Spacing, rounding, maxima and the square root, against casts, numpy and the bits themselves."""
 
 import math
-from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -30,7 +29,6 @@ from quant.ulp import (
     nearest,
     nearest_fast,
     round_up,
-    scalar_loops,
     select,
     spacing,
     spread,
@@ -105,9 +103,8 @@ def test_the_largest_of_a_row(x: Tensor):
     for columns in (1, 6, 7, 32):
         rows = x[: len(x) // columns * columns].view(-1, columns)
         expected = torch.from_numpy(np.abs(rows.numpy()).max(-1, initial=0.0, keepdims=True))
-        assert differences(largest(rows), expected) == 0
-        with scalar_loops():
-            assert differences(largest(rows), expected) == 0
+        for for_gcc in (False, True):
+            assert differences(largest(rows, for_gcc=for_gcc), expected) == 0
 
 
 @given(fp32_tensors())
@@ -148,9 +145,8 @@ def test_numbers_of_several_groups_in_a_row(x: Tensor):
     for groups, size in ((2, 32), (4, 16), (3, 5)):
         rows = x[: len(x) // (groups * size) * groups * size].view(-1, groups * size)
         apart = rows.view(-1, size)
-        for context in (nullcontext, scalar_loops):
-            with context():
-                assert differences(largest(rows, groups), largest(apart).view(-1, groups)) == 0
+        for for_gcc in (False, True):
+            assert differences(largest(rows, groups, for_gcc), largest(apart).view(-1, groups)) == 0
         numbers = rows[:, :groups].contiguous()
         for each in (numbers, bits_of(numbers)):
             expected = each.view(-1, 1).expand(-1, size).reshape(rows.shape)
@@ -161,17 +157,15 @@ def test_numbers_of_several_groups_in_a_row(x: Tensor):
 @given(fp32_tensors())
 def test_narrowing_what_lies_on_the_grid_is_a_conversion(x: Tensor):
     on_grid = nearest_fast(x, BF16)
-    with scalar_loops():
-        narrow = narrowed(on_grid, BF16)
-    assert differences(narrow, on_grid.to(torch.bfloat16)) == 0
+    for for_gcc in (False, True):
+        assert differences(narrowed(on_grid, BF16, for_gcc), on_grid.to(torch.bfloat16)) == 0
 
 
 def test_fp16_by_its_bits_is_the_conversion_both_ways():
     bits = torch.arange(-(2**15), 2**15).to(torch.int16)
     halves = bits.view(torch.float16)
     assert differences(widened(bits), halves.float()) == 0
-    with scalar_loops():
-        back = narrowed(halves.float(), FP16)
+    back = narrowed(halves.float(), FP16, for_gcc=True)
     assert back.dtype == torch.int16 and differences(back.view(torch.float16), halves) == 0
 
 

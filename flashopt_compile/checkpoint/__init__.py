@@ -1,1 +1,1 @@
-"""What is saved and loaded: the keys of states, their interchange with other libraries, exact weights, and files."""
+"""Saving and loading: the keys of states, interchange with other libraries, exact weights, and files."""

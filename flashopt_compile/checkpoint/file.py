@@ -1,7 +1,7 @@
-"""Checkpoint files: written whole or not at all, and loaded only if every tensor is what it was.
+"""Checkpoint files: written completely or not at all, and loaded only if every checksum holds.
 
-A file is what `torch.save` makes of a dict with "model", "optimizer", "extra" and "checksums", and torch.load with
-weights_only=True reads it. It is written under another name in the same folder and renamed when it is on the disk.
+A file is a dict with "model", "optimizer", "extra" and "checksums", written by `torch.save`. torch.load reads it with
+weights_only=True. It is written under another name in the same folder and renamed once it is on the disk.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ from flashopt_compile.checkpoint import foreign
 from flashopt_compile.checkpoint.states import library_version
 from flashopt_compile.checkpoint.values import described, is_tensor
 from flashopt_compile.checkpoint.weights import entries, parameter_keys, unwrapped
-from flashopt_compile.sharding import (
+from flashopt_compile.distributed.shards import (
     as_sharded,
     first_process_succeeds,
     is_first_process,
@@ -41,11 +41,11 @@ Content = dict[str, Any]
 
 
 def save(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer, **extra: Any) -> None:
-    """Write model, optimizer and whatever else to a file: at any moment `path` is the whole old one or the new one.
+    """Write model, optimizer and `extra` to a file. At any moment `path` is the complete old file or the new one.
 
     `extra` may hold numbers, strings, tensors, and lists, tuples and dicts of these, such as
-    `scheduler=scheduler.state_dict()`. If the model is sharded, all processes must call: the first one collects and
-    writes the very file that one process alone would have written, and the others wait for it.
+    `scheduler=scheduler.state_dict()`. If the model is sharded, all processes must call: the first one collects
+    everything and writes the file that a single process would have written, and the others wait for it.
     """
     held = {key: value for key, (_, value) in entries(model).items()}
     check_optimizer(held, optimizer)
@@ -75,10 +75,10 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Load what `save` wrote into model and optimizer, and return the rest; tensors among it are on the CPU.
+    """Load what `save` wrote into model and optimizer, and return `extra`, with its tensors on the CPU.
 
-    A file that is damaged or does not fit is refused with a ValueError; model and optimizer are then as before. If the
-    model is sharded, however it was when saved, each process takes its part.
+    If the file is damaged or does not fit, raise ValueError and leave model and optimizer as they were. If the model is
+    sharded, each process takes its part, however the model was sharded when saved.
     """
     check_optimizer({key: value for key, (_, value) in entries(model).items()}, optimizer)
     content = read(path)
@@ -92,19 +92,19 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.
     before = {key: local(each).detach().cpu().clone() for key, (_, each) in own.items() if isinstance(each, Tensor)}
     held = {"state": optimizer.state, "param_groups": optimizer.param_groups}
     try:
-        optimizer.load_state_dict(mapped(content["optimizer"], Tensor.clone))  # torch.optim's would keep what it gets
+        optimizer.load_state_dict(mapped(content["optimizer"], Tensor.clone))  # torch.optim keeps what it is given
         unwrapped(model).load_state_dict(saved)
     except Exception:
         optimizer.__setstate__(held)
         restored = {names[key]: as_sharded(value, own[key][1]) for key, value in before.items()}
         unwrapped(model).load_state_dict(restored, strict=False)
         raise
-    return mapped(content["extra"], Tensor.clone)  # apart from the file, which the tensors lie in
+    return mapped(content["extra"], Tensor.clone)  # copies, as the tensors lie in the mapped file
 
 
 def write(path: str | os.PathLike[str], content: Content) -> None:
     """Write a dict with its checksums, atomically."""
-    list(leaves("", content))  # or a ValueError, before anything is written
+    list(leaves("", content))  # raises ValueError before anything is written
     copies: dict[Any, Tensor] = {}
     content = {FORMAT_KEY: FILE_FORMAT, **mapped(content, lambda tensor: _compact(tensor, copies))}
     content["checksums"] = checksums(content)
@@ -114,7 +114,7 @@ def write(path: str | os.PathLike[str], content: Content) -> None:
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A path to write to, which becomes `path` when it is whole and on the disk; on an error nothing changes."""
+    """Yield a temporary path and rename it to `path` once it is on the disk. On an error nothing changes."""
     path = Path(path)
     remove_leftovers(path)
     partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}{SUFFIX}")
@@ -124,7 +124,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
-    _sync(path.parent)  # the rename itself
+    _sync(path.parent)  # flush the rename itself
 
 
 def _sync(path: Path) -> None:
@@ -136,7 +136,7 @@ def _sync(path: Path) -> None:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove what processes of this machine that were killed while saving to `path` have left."""
+    """Remove the partial files of processes on this machine that were killed while saving to `path`."""
     for leftover in path.parent.glob(f".{path.name}.{socket.gethostname()}.*{SUFFIX}"):
         process = leftover.name.removesuffix(SUFFIX).rpartition(".")[2]
         if process.isdigit() and not _is_alive(int(process)):
@@ -154,14 +154,14 @@ def _is_alive(process: int) -> bool:
 
 
 def read(path: str | os.PathLike[str]) -> Content:
-    """The content of a file, every tensor verified if we wrote it; tensors lie in the file until they are copied."""
+    """Read a file, and verify every tensor if we wrote it. Tensors are mapped from the file until they are copied."""
     if not os.path.isfile(path):
         raise FileNotFoundError(f"{path} is not there, or is not a file.")
     try:
         content = _read(path)
     except ImportError:
         raise
-    except Exception as error:  # whatever damaged bytes make the unpickler do
+    except Exception as error:  # damaged bytes can make the unpickler raise anything
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         raise ValueError(f"{path} cannot be read; it is truncated, altered or no checkpoint: {reason}") from None
     if not isinstance(content, dict):
@@ -185,7 +185,7 @@ def _read(path: str | os.PathLike[str]) -> Any:
 
 
 def verify(path: str, content: Content) -> None:
-    """Raise ValueError unless everything is what was written."""
+    """Raise ValueError unless every checksum holds."""
     if content.get(FORMAT_KEY) != FILE_FORMAT:
         raise ValueError(
             f"{path} has file format {described(content.get(FORMAT_KEY))}, written by version "
@@ -204,7 +204,7 @@ def verify(path: str, content: Content) -> None:
 
 
 def checksums(content: Content) -> dict[str, int]:
-    """CRC-32 of each tensor with its dtype and shape, by its path in the dict, and of all the rest as it prints."""
+    """CRC-32 of each tensor with its dtype and shape, by its path in the dict, and of the repr of everything else."""
     sums: dict[str, int] = {}
     for name, leaf in leaves("", content):
         if isinstance(leaf, Tensor):
@@ -213,7 +213,7 @@ def checksums(content: Content) -> dict[str, int]:
 
 
 def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Everything in nested dicts, lists and tuples, with its path; ValueError for what a checkpoint cannot hold."""
+    """Walk nested dicts, lists and tuples: (path, value). Raise ValueError for what a checkpoint cannot hold."""
     if isinstance(value, dict | list | tuple) and not isinstance(value, torch.Size):
         for key, each in value.items() if isinstance(value, dict) else enumerate(value):
             yield from leaves(f"{path}.{key}" if path else str(key), each)
@@ -227,7 +227,7 @@ def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Nested containers as plain ones, with `function` of each tensor."""
+    """Copy nested containers as plain ones, with `function` applied to each tensor."""
     if isinstance(value, dict):
         return {key: mapped(each, function) for key, each in value.items()}
     if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
@@ -247,7 +247,7 @@ def _bytes(tensor: Tensor) -> Any:
 
 
 def _compact(tensor: Tensor, copies: dict[Any, Tensor]) -> Tensor:
-    """A tensor that brings no more storage than it needs; tied ones stay one."""
+    """The tensor without unused storage. Tied tensors stay one."""
     tensor = tensor.detach()
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
@@ -256,12 +256,12 @@ def _compact(tensor: Tensor, copies: dict[Any, Tensor]) -> Tensor:
 
 
 def fitted(value: Any, held: Any) -> Any:
-    """A saved value as the model is to take it: sharded if what it has in its place is."""
+    """Shard a saved value if the model's own tensor is sharded."""
     return as_sharded(part_of(value, held), held) if is_sharded(held) else value
 
 
 def check_optimizer(held: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Raise TypeError if the model is sharded and the optimizer cannot tell its shards from wholes."""
+    """Raise TypeError if the model is sharded and the optimizer does not know about shards."""
     if any(map(is_sharded, held.values())) and not hasattr(optimizer, "get_fp32_model_state_dict"):
         raise TypeError(
             f"optimizer is a {type(optimizer).__name__}; for a sharded model allowed are those of flashopt_compile."

@@ -17,14 +17,14 @@ from torch import Tensor
 from flashopt_compile.checkpoint.plain import name_of
 from flashopt_compile.checkpoint.plain import read as read_plain
 from flashopt_compile.checkpoint.values import Group, Keeper, State, Values, described, expand, is_tensor
-from flashopt_compile.sharding import whole
-from flashopt_compile.storage import Storage
+from flashopt_compile.distributed.shards import whole
+from flashopt_compile.engine.storage import Storage
 from quant.compand import SOFTSIGN, SQUARE_ROOT
 
 GROUP_SIZE = 32
 QUANTIZED, SCALES, ERROR_BITS, BYTEWIDTH = "::quantized", "::scales", "error_bits", "master_bytewidth"
-COMPANDERS = {torch.int8: (SOFTSIGN, 127, 1), torch.uint8: (SQUARE_ROOT, 255, 2)}  # and the power their scale is of
-BITS = {0: None, 3: 24, 4: 32}  # of the master weight, by its bytes
+COMPANDERS = {torch.int8: (SOFTSIGN, 127, 1), torch.uint8: (SQUARE_ROOT, 255, 2)}  # and the power of their scale
+BITS = {0: None, 3: 24, 4: 32}  # master_weight_bits by the master weight's bytes
 LEAST_SCALE, LARGEST_SCALE = 2.0**-24, 65504.0
 
 
@@ -33,7 +33,7 @@ def matches(state: State) -> bool:
 
 
 def read(state: State, names: dict[str, str], storage: Storage, shape: tuple[int, ...]) -> Values:
-    """The values of a state that `matches`; ValueError with the end of a sentence if they do not fit."""
+    """Decode a state that `matches`. If it does not fit, the ValueError holds the end of a sentence."""
     expanded = {key: value for key, value in state.items() if "::" not in str(key) and key != ERROR_BITS}
     for letter, _ in storage.states:
         name = name_of(names, letter)
@@ -55,7 +55,7 @@ def read(state: State, names: dict[str, str], storage: Storage, shape: tuple[int
 
 
 def read_options(group: Group) -> Group:
-    """A group's options under our names."""
+    """A parameter group's options under our names."""
     if BYTEWIDTH not in group:
         return group
     known = {key: value for key, value in group.items() if key != BYTEWIDTH}
@@ -89,7 +89,7 @@ def _encode(owner: str, name: str, x: Tensor, signed: bool) -> tuple[Tensor, Ten
         )
     scale = largest.to(torch.float16)
     above = torch.nextafter(scale, torch.full_like(scale, math.inf)).clamp(max=LARGEST_SCALE)
-    scale = torch.where(scale.to(torch.float32) < largest, above, scale)  # up, so that no value is cut off
+    scale = torch.where(scale.to(torch.float32) < largest, above, scale)  # rounded up, so that no value is cut off
     lost = int(((largest > 0) & (largest < LEAST_SCALE)).sum())
     if lost:
         warnings.warn(
@@ -105,8 +105,8 @@ def _encode(owner: str, name: str, x: Tensor, signed: bool) -> tuple[Tensor, Ten
 def flashoptim_state_dict(keeper: Keeper) -> dict[str, Any]:
     """The optimizer's state dict as FlashOptim 0.1 writes and loads it, its 8-bit states in its own codes.
 
-    States of user-defined rules have no name there. A value beyond the fp16 scales' range is refused; one below is
-    written coarsely, with a warning. Of sharded parameters it is all of it, and all processes must call.
+    States of user-defined rules have no name there. A value beyond the range of fp16 scales is refused; one below it is
+    written coarsely, with a warning. Sharded parameters are gathered, so all processes must call.
     """
     owner = type(keeper).__name__
     states: dict[int, dict[str, Any]] = {}

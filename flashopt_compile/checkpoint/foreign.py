@@ -9,12 +9,12 @@ from torch import Tensor
 from flashopt_compile.checkpoint.plain import name_of
 from flashopt_compile.checkpoint.plain import read as read_plain
 from flashopt_compile.checkpoint.values import State, Values, described, is_tensor
-from flashopt_compile.storage import Storage
+from flashopt_compile.engine.storage import Storage
 
 NESTED = "__bnb_optimizer_quant_state__"
 NUMBERED = ("state1", "state2")  # what bitsandbytes calls a rule's states, in their order
-PARTS = ("codes", "scale", "qmap")  # of a torchao tensor
-BLOCKS = (256, 2048, 128, 64)  # lengths, of 8-bit optimizers past and present; the usual one first
+PARTS = ("codes", "scale", "qmap")  # attributes of a torchao tensor
+BLOCKS = (256, 2048, 128, 64)  # block lengths of 8-bit optimizers past and present; the usual one first
 
 
 def is_bitsandbytes(state: State) -> bool:
@@ -22,7 +22,7 @@ def is_bitsandbytes(state: State) -> bool:
 
 
 def read_bitsandbytes(state: State, names: dict[str, str], storage: Storage, shape: tuple[int, ...]) -> Values:
-    """The values of a state of bitsandbytes; ValueError with the end of a sentence if they do not fit."""
+    """Decode a state of bitsandbytes. If it does not fit, the ValueError holds the end of a sentence."""
     nested = state.get(NESTED, {})
     if not isinstance(nested, dict):
         raise ValueError(f"has {NESTED} {described(nested)}; expected is a dict")
@@ -44,7 +44,7 @@ def is_torchao(state: State) -> bool:
 
 
 def read_torchao(state: State, names: dict[str, str], storage: Storage, shape: tuple[int, ...]) -> Values:
-    """The values of a state of torchao; ValueError with the end of a sentence if they do not fit."""
+    """Decode a state of torchao. If it does not fit, the ValueError holds the end of a sentence."""
     expanded = {}
     for key, value in state.items():
         codes, scale, table = (getattr(value, part, None) for part in PARTS)
@@ -57,7 +57,7 @@ def read_torchao(state: State, names: dict[str, str], storage: Storage, shape: t
 
 
 def _decode(name: str, codes: Tensor, table: Any, scales: Any) -> Tensor:
-    """Of blocks that run over the flat tensor; their length follows from the number of scales."""
+    """Decode blocks that run over the flat tensor. Their length follows from the number of scales."""
     if not is_tensor(table, (256,)) or not is_tensor(scales) or not 0 < scales.numel() <= codes.numel():
         raise ValueError(
             f"has {name} with a table {described(table)} and scales {described(scales)}; expected are 256 numbers and "
@@ -71,5 +71,5 @@ def _decode(name: str, codes: Tensor, table: Any, scales: Any) -> Tensor:
 
 
 def needs_torchao(error: Exception) -> bool:
-    """Whether torch.load failed for want of torchao, which must be imported before."""
+    """Whether torch.load failed because torchao was not imported before."""
     return "torchao" in str(error) and "torchao.optim" not in sys.modules

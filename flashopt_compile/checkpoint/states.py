@@ -1,4 +1,4 @@
-"""State dicts: what an optimizer writes, and any that it understands, checked before anything is loaded.
+"""State dicts: those that an optimizer writes and those that it can read, checked before anything is loaded.
 
 Ours are plain tensors under `step`, `tail`, `m.codes`, `m.scales` (or `m` in fp32), with a stamp under "flashopt".
 """
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from flashopt_compile.checkpoint import flashoptim, foreign, plain
 from flashopt_compile.checkpoint.values import Group, Keeper, State, Values, compress, described, is_tensor
+from flashopt_compile.distributed.shards import as_sharded, is_sharded, local, part_of
+from flashopt_compile.engine.storage import Storage
 from flashopt_compile.options import STORAGE_OPTIONS, TORCH_OPTIONS, check_options
-from flashopt_compile.sharding import as_sharded, is_sharded, local, part_of
-from flashopt_compile.storage import Storage
+from flashopt_compile.options import plain as plain_value
 from quant.format import Part
 
 FORMAT = 1
@@ -24,8 +25,8 @@ DECOUPLED = "decoupled_weight_decay"
 
 
 class Opaque:
-    """Carries one parameter's state through Optimizer.load_state_dict, which casts any tensor it can see to the
-    parameter's dtype (PyTorch does so for integer codes as well)."""
+    """Hides one parameter's state from Optimizer.load_state_dict, which would cast every tensor it sees, integer
+    codes included, to the parameter's dtype."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self.state = state
@@ -39,8 +40,9 @@ def library_version() -> str:
 
 
 def outgoing(keeper: Keeper, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """What Optimizer.state_dict gave, stamped, and as torch.optim has it in groups with compress_state_dict=False."""
-    states, groups = dict(state_dict["state"]), list(state_dict["param_groups"])
+    """Stamp Optimizer.state_dict's result, and convert parameter groups with compress_state_dict=False to fp32."""
+    states = dict(state_dict["state"])
+    groups = [{key: plain_value(value) for key, value in group.items()} for group in state_dict["param_groups"]]
     for number, (own, group) in enumerate(zip(keeper.param_groups, groups, strict=True)):
         if not own["compress_state_dict"]:
             groups[number] = plain.write_options(keeper, group)
@@ -60,9 +62,9 @@ def outgoing(keeper: Keeper, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def incoming(keeper: Keeper, state_dict: Any) -> dict[str, Any]:
-    """A state dict of ours, of torch.optim or of a library we know, in our keys; ValueError if it does not fit.
+    """Convert a state dict of ours, of torch.optim or of a library we know to our keys; ValueError if it does not fit.
 
-    The caller's dict is left alone. States are opaque to Optimizer.load_state_dict.
+    The caller's dict is not changed. States are opaque to Optimizer.load_state_dict.
     """
     owner = type(keeper).__name__
     states, saved = check_frame(owner, state_dict)
@@ -100,7 +102,7 @@ def incoming(keeper: Keeper, state_dict: Any) -> dict[str, Any]:
 
 
 def check_frame(owner: str, state_dict: Any) -> tuple[Mapping[Any, State], list[Group]]:
-    """The states and groups of a state dict that has the shape of one."""
+    """The states and parameter groups of a well-formed state dict."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         found = list(state_dict)[:5] if isinstance(state_dict, Mapping) else described(state_dict)
         raise ValueError(f"{owner}: the state dict is {found}; expected is a dict with 'state' and 'param_groups'.")
@@ -122,7 +124,7 @@ def check_frame(owner: str, state_dict: Any) -> tuple[Mapping[Any, State], list[
 
 
 def check_stamp(owner: str, keeper: Keeper, stamp: Any) -> list[str]:
-    """The dtypes of the parameters that were saved; of a dict without a stamp, which is of another origin, none."""
+    """The dtypes of the saved parameters. A dict without a stamp, from another library, has none."""
     if stamp is None:
         return []
     fields = {"format": int, "optimizer": str, "states": int, "dtypes": list}
@@ -140,7 +142,7 @@ def check_stamp(owner: str, keeper: Keeper, stamp: Any) -> list[str]:
 
 
 def understood_options(owner: str, keeper: Keeper, group: Group, saved: Group) -> Group:
-    """The saved group's options over the optimizer's own, without those that are torch.optim's alone."""
+    """The optimizer's options updated with the saved ones, without those that only torch.optim has."""
     theirs = plain.torch_defaults(keeper).get(DECOUPLED)
     if theirs is not None and isinstance(saved.get(DECOUPLED), bool) and saved[DECOUPLED] != theirs:
         raise ValueError(f"{owner}: {DECOUPLED} of the state dict is {saved[DECOUPLED]}; expected is {theirs}.")
@@ -156,16 +158,17 @@ def understood_options(owner: str, keeper: Keeper, group: Group, saved: Group) -
     options["compress_state_dict"] = group["compress_state_dict"]  # says how to save, not what was saved
     check_options(owner, options, keeper.hyper)
     if options["decouple_lr"]:
-        options.setdefault("initial_lr", options["lr"])
+        lr = options["lr"]
+        options.setdefault("initial_lr", lr.clone() if isinstance(lr, Tensor) else lr)
     return options
 
 
 def understood(
     owner: str, keeper: Keeper, name: str, state: State, options: Group, parameter: Tensor, dtype: str | None
 ) -> dict[str, Any]:
-    """One parameter's state in our keys, from whichever library it is: what this process is to have of it.
+    """Convert one parameter's state, of any known library, to our keys: this process's part of it.
 
-    Of a sharded parameter the state may be sharded, or whole.
+    The state of a sharded parameter may be sharded or complete.
     """
     here, storage = tuple(local(parameter).shape), keeper.storage(options, parameter)
     in_shards = any(map(is_sharded, state.values()))
@@ -197,7 +200,7 @@ def understood(
 
 
 def own_part(owner: str, name: str, key: str, value: Any, parameter: Tensor, parts: Mapping[str, Part]) -> Any:
-    """What belongs with this process's part of a parameter, of a tensor in its state that may be sharded."""
+    """This process's part of a state's tensor, which may be sharded."""
     if key == "step" or not isinstance(value, Tensor):
         return value
     shape = parts[key].shape if key in parts else tuple(parameter.shape)
@@ -207,7 +210,7 @@ def own_part(owner: str, name: str, key: str, value: Any, parameter: Tensor, par
 
 
 def read(state: State, names: dict[str, str], storage: Storage, shape: tuple[int, ...]) -> Values | None:
-    """The values of a foreign state; None if no library is known that writes such keys."""
+    """Decode a foreign state; None if no known library writes such keys."""
     if flashoptim.matches(state):
         return flashoptim.read(state, names, storage, shape)
     if foreign.is_bitsandbytes(state):
@@ -220,11 +223,11 @@ def read(state: State, names: dict[str, str], storage: Storage, shape: tuple[int
 
 
 def stored(storage: Storage, values: Values, held: State, parts: Mapping[str, Part]) -> dict[str, Any]:
-    """Values as we store them. Where none is given, the tail stays what it is: other libraries say nothing of it."""
+    """Encode values as we store them. Without a new tail the old one stays: other libraries have none."""
     state = {"step": values.step, **compress(storage, values.states)}
     part = parts.get("tail")
     if part is not None:
-        zeros = torch.zeros(part.shape, dtype=part.dtype)
+        zeros = torch.zeros(part.shape, dtype=part.dtype, device="cpu")
         kept = held.get("tail", zeros)
         state["tail"] = values.tail if values.tail is not None else kept if kept.dtype == part.dtype else zeros
     return state
@@ -252,8 +255,8 @@ def check_state(owner: str, name: str, state: State, parts: Mapping[str, Part]) 
 
 
 def copied(state: State, parameter: Tensor, parts: Mapping[str, Part]) -> dict[str, Any]:
-    """`state` as the optimizer keeps it: own memory, on the parameter's device and sharded as it is, the step a 0-dim
-    fp32 CPU tensor."""
+    """Copy `state` to the parameter's device and shard it as the parameter is. The step becomes a 0-dim fp32 CPU
+    tensor."""
     device = local(parameter).device
     step = torch.as_tensor(state["step"], dtype=torch.float32, device="cpu").clone()
     own = {
@@ -265,7 +268,7 @@ def copied(state: State, parameter: Tensor, parts: Mapping[str, Part]) -> dict[s
 
 
 def sharded_state(state: State, parameter: Tensor, parts: Mapping[str, Part]) -> dict[str, Any]:
-    """The state of which this process has a part, sharded as its parameter: of the shapes of `parts`, or of its own."""
+    """Shard this process's part of a state as its parameter is. Shapes come from `parts`, or else from the state."""
     shapes = {key: part.shape for key, part in parts.items()}
     return {
         key: value if key == "step" else as_sharded(value, parameter, shapes.get(key)) for key, value in state.items()

@@ -1,4 +1,4 @@
-"""A parameter's state as numbers, apart from how it is stored: where every foreign format meets ours."""
+"""A parameter's state as plain fp32 numbers. Every foreign format is converted to ours through it."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -6,8 +6,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from flashopt_compile.engine.storage import Storage, keys_of
 from flashopt_compile.options import one_line
-from flashopt_compile.storage import Storage, keys_of
 from quant.grouped import Grouped, dequantize, quantize
 
 Group = dict[str, Any]
@@ -15,7 +15,7 @@ State = Mapping[str, Any]
 
 
 class Values(NamedTuple):
-    """What a parameter's state says: its states in fp32 by the rule's letters, and the tail if it has one."""
+    """A parameter's states in fp32 by the rule's letters, and the tail if it has one."""
 
     step: float
     states: dict[str, Tensor]
@@ -72,13 +72,13 @@ def compress(storage: Storage, states: Mapping[str, Tensor]) -> dict[str, Tensor
 
 
 def is_tensor(value: Any, shape: tuple[int, ...] | None = None) -> bool:
-    """Whether it is a dense tensor that has values, of `shape` if given."""
+    """Whether this is a dense tensor with values, of `shape` if given."""
     dense = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
     return dense and (shape is None or tuple(value.shape) == shape)
 
 
 def described(value: Any) -> str:
-    """A tensor by its dtype and shape, anything else as it prints, shortened."""
+    """Describe a tensor by dtype and shape, anything else by its shortened repr."""
     if isinstance(value, Tensor):
         return f"{value.dtype} of shape {tuple(value.shape)}"
     return one_line(value)

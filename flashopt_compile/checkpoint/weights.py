@@ -1,4 +1,4 @@
-"""A model's exact weights, out and in: the sum of each parameter's head and the tail the optimizer keeps."""
+"""Get and set a model's exact weights: the sum of each parameter's head and the tail that the optimizer keeps."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flashopt_compile.checkpoint.values import Group, Keeper, described, is_tensor
-from flashopt_compile.sharding import as_sharded, local, part_of, whole
+from flashopt_compile.distributed.shards import as_sharded, local, part_of, whole
 from quant.format import WeightFormat
 from quant.split import Split
 
@@ -16,7 +16,7 @@ COMPILED = "_orig_mod."
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model itself, out of the wrappers of DDP and torch.compile."""
+    """The model without the wrappers of DDP and torch.compile."""
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             model = model.module
@@ -27,13 +27,13 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def entries(model: nn.Module) -> dict[str, tuple[str, Any]]:
-    """By the key of the model without wrappers: the key as it is, and the parameter or buffer itself."""
+    """Map each key of the unwrapped model to the actual key and its parameter or buffer."""
     found = unwrapped(model).state_dict(keep_vars=True)
     return {key.replace(COMPILED, ""): (key, value) for key, value in found.items()}
 
 
 def groups_of(keeper: Keeper) -> dict[int, Group]:
-    """The group of each parameter, by its id."""
+    """Each parameter's parameter group, by the parameter's id."""
     return {id(parameter): group for group in keeper.param_groups for parameter in group["params"]}
 
 
@@ -54,7 +54,7 @@ def get_fp32(keeper: Keeper, model: nn.Module, sharded: bool) -> dict[str, Any]:
 
 
 def weight_of(keeper: Keeper, group: Group | None, parameter: Tensor) -> Tensor:
-    """One parameter in fp32, with the tail if the optimizer has one; a copy. Integers stay integers."""
+    """Copy one parameter in fp32, with its tail if the optimizer has one. Integers stay integers."""
     state = {} if group is None else keeper.state.get(parameter, {})
     weight = None if group is None else keeper.storage(group, parameter).weight
     head = local(parameter).detach()
@@ -67,7 +67,7 @@ def weight_of(keeper: Keeper, group: Group | None, parameter: Tensor) -> Tensor:
 
 @torch.no_grad()
 def set_fp32(keeper: Keeper, model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
-    """Set weights and buffers; those of the optimizer's parameters with their tails. All is checked before."""
+    """Set weights and buffers, and the tails of the optimizer's parameters. Everything is checked first."""
     owner = type(keeper).__name__
     if not isinstance(state_dict, Mapping):
         raise ValueError(f"{owner}: state_dict is {described(state_dict)}; expected is a dict of tensors.")
@@ -109,10 +109,10 @@ def set_fp32(keeper: Keeper, model: nn.Module, state_dict: Mapping[str, Any], st
 
 
 def encode(weight: WeightFormat, w: Tensor) -> tuple[Tensor, ...]:
-    """The parts of fp32 weights, to the bit for those that parts were decoded to.
+    """Split fp32 weights into parts. Weights that were decoded from parts come back to the bit.
 
-    Dithered steps leave some weights beside a head that is not their nearest; with the nearest one, where its binade is
-    another, no tail may come to the same sum.
+    Dithered steps leave some weights with a head that is not the nearest one. If the nearest head lies in another
+    binade, there may be no tail that gives the same sum.
     """
     parts = weight.encode(w)
     if not isinstance(weight, Split):
@@ -145,7 +145,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def parameter_keys(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """The model's keys of each of the optimizer's parameters, in its order; several if tied."""
+    """The model's keys for each of the optimizer's parameters, in its order; several if tied."""
     keys: dict[int, list[str]] = {}
     for key, (_, value) in entries(model).items():
         keys.setdefault(id(value), []).append(key)

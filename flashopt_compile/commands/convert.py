@@ -1,4 +1,4 @@
-"""`flashopt convert`: a checkpoint of one library as a checkpoint of another, without the program that wrote it."""
+"""`flashopt convert`: turn one library's checkpoint into another's, without the program that wrote it."""
 
 import argparse
 import os
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashopt_compile.archive import OPTIMIZERS, Archive, Weights
 from flashopt_compile.checkpoint import file, plain
+from flashopt_compile.checkpoint.archive import OPTIMIZERS, Archive, Weights
 from flashopt_compile.checkpoint.flashoptim import flashoptim_state_dict
 from flashopt_compile.commands.table import phases, size, table
 from flashopt_compile.optimizer import FlashOptimizer
@@ -25,12 +25,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", required=True, choices=WRITERS, help="what to write")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="what SRC is of, if it does not say")
     parser.add_argument("--dtype", choices=DTYPES, help="split fp32 weights into heads of this dtype and tails")
+    parser.add_argument("--force", action="store_true", help="replace SRC if DST is the same file")
 
 
 def run(options: argparse.Namespace) -> int:
+    if not options.force and _is_same_file(options.source, options.target):
+        raise ValueError(f"{options.target} is the source itself; name another file, or give --force to replace it.")
     steps = phases("convert", ("read and verify", "decode", "encode and write"))
     next(steps)
-    archive = Archive.read(options.source)
+    archive, before = Archive.read(options.source), os.path.getsize(options.source)
     next(steps)
     weights, optimizer = archive.revive(options.optimizer, DTYPES.get(options.dtype))
     next(steps)
@@ -38,15 +41,23 @@ def run(options: argparse.Namespace) -> int:
     list(steps)
     rows = [("file", "holds", "bytes", "per parameter")]
     elements = max(1, sum(parameter.numel() for parameter in weights.held))
-    for path, what in ((options.source, type(optimizer).__name__), (options.target, options.to)):
-        count = os.path.getsize(path)
+    after = os.path.getsize(options.target)
+    for path, what, count in (
+        (options.source, type(optimizer).__name__, before),
+        (options.target, options.to, after),
+    ):
         rows.append((path, what, size(count), f"{count / elements:.2f}"))
     print(table(rows))
     return 0
 
 
+def _is_same_file(source: str, target: str) -> bool:
+    """Whether both exist and are the same file, hard and symbolic links included."""
+    return os.path.exists(source) and os.path.exists(target) and os.path.samefile(source, target)
+
+
 def write_torch(path: str, weights: Weights, optimizer: FlashOptimizer, extra: dict[str, Any]) -> None:
-    """fp32 weights, and states under torch.optim's names without what only we know."""
+    """fp32 weights, and states under torch.optim's names without our own additions."""
     for group in optimizer.param_groups:
         group["compress_state_dict"] = False
     expanded = optimizer.state_dict()
@@ -70,12 +81,12 @@ def write_flashoptim(path: str, weights: Weights, optimizer: FlashOptimizer, ext
 
 
 def write_fp32(path: str, weights: Weights, optimizer: FlashOptimizer, extra: dict[str, Any]) -> None:
-    """The weights alone, exact, for any program that reads safetensors."""
+    """Only the weights, exact, for any program that reads safetensors."""
     save_tensors(path, optimizer.get_fp32_model_state_dict(weights))
 
 
 def write_split(path: str, weights: Weights, optimizer: FlashOptimizer, extra: dict[str, Any]) -> None:
-    """Heads under their keys, so that any program may use them as they are, and tails under `key.tail`."""
+    """Heads under their usual keys, so that any program can use them, and tails under `key.tail`."""
     tensors: dict[str, Any] = dict(weights.tensors)
     for key, value in weights.tensors.items():
         tail = optimizer.state.get(value, {}).get("tail") if isinstance(value, torch.nn.Parameter) else None

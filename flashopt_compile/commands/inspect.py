@@ -1,4 +1,4 @@
-"""`flashopt inspect`: what a checkpoint holds, what it takes, and whether its numbers are sound."""
+"""`flashopt inspect`: what a checkpoint holds, how many bytes it takes, and whether its numbers are sound."""
 
 import argparse
 import json
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flashopt_compile.archive import Archive
+from flashopt_compile.checkpoint.archive import Archive
 from flashopt_compile.checkpoint.file import leaves
 from flashopt_compile.checkpoint.states import STAMP
 from flashopt_compile.commands.table import phases, size, table
@@ -75,7 +75,7 @@ def survey(archive: Archive) -> dict[str, Any]:
 
 
 def health(archive: Archive) -> list[dict[str, float]] | None:
-    """By group; None for a file of another optimizer than ours."""
+    """Health by parameter group; None if the file is not of one of our optimizers."""
     if STAMP not in archive.optimizer:
         return None
     _, optimizer = archive.revive()
@@ -83,7 +83,7 @@ def health(archive: Archive) -> list[dict[str, float]] | None:
 
 
 def page(found: dict[str, Any]) -> str:
-    """The survey for people."""
+    """Format the survey for people to read."""
     versions = ", ".join(f"{name} {value}" for name, value in found["versions"].items() if value is not None)
     lines = [
         f"{found['file']}: {size(found['bytes'])}, {versions or 'of no known version'}",

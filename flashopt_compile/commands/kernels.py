@@ -1,4 +1,4 @@
-"""`flashopt kernels`: the Triton kernels of a step for GPUs that need not be there, and what they take."""
+"""`flashopt kernels`: the Triton kernels of a step and their cost, without a GPU."""
 
 import argparse
 import importlib.util
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def rule_of(name: str) -> Rule:
-    """A rule by name, or one that a file of Python defines: FILE.py:NAME, of a rule or of an optimizer."""
+    """Find a rule by its name, or by FILE.py:NAME, where NAME is a rule or an optimizer."""
     if name in RULES:
         return RULES[name]
     path, separator, attribute = name.rpartition(":")

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows under a ruled heading, the first column to the left, the others to the right."""
+    """Format rows under a ruled heading. The first column is left-aligned, the others right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "  ".join(
@@ -28,7 +28,7 @@ def size(count: float) -> str:
 
 
 def phases(command: str, names: Sequence[str]) -> Iterator[str]:
-    """Each phase as it begins: a bar on a terminal if tqdm is there, else a line."""
+    """Announce each phase as it begins: with a bar on a terminal if tqdm is installed, else with a line."""
     try:
         from tqdm import tqdm
     except ImportError:

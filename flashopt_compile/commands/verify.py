@@ -1,4 +1,4 @@
-"""`flashopt verify`: whether two checkpoints say the same, and if not, where and by how much."""
+"""`flashopt verify`: whether two checkpoints are the same and, if not, where and by how much they differ."""
 
 import argparse
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashopt_compile.archive import Archive
+from flashopt_compile.checkpoint.archive import Archive
 from flashopt_compile.checkpoint.file import leaves
 from flashopt_compile.commands.table import phases, table
 
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def contents(archive: Archive) -> dict[str, Any]:
-    """All that a training goes on from, by name; versions of the writers are left out."""
+    """Everything that training resumes from, by name. The writers' versions are left out."""
     sections = {
         "model": archive.model,
         "state": archive.optimizer["state"],
@@ -47,7 +47,7 @@ def contents(archive: Archive) -> dict[str, Any]:
 
 
 def difference(one: Any, other: Any) -> tuple[str, str, str] | None:
-    """None if bit-identical; else how many elements differ, the worst of them, and the largest number there is."""
+    """None if bit-identical; else how many elements differ, the worst difference, and the largest value."""
     if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         same = type(one) is type(other) and repr(one) == repr(other)
         return None if same else ("–", f"{short(one)} ≠ {short(other)}", "–")

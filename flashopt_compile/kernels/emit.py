@@ -11,13 +11,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_leaves
 
-from flashopt_compile import compiled
-from flashopt_compile.hyper import as_numbers
+from flashopt_compile.engine.numbers import as_numbers
+from flashopt_compile.engine.step import Numbers, Place, Step
+from flashopt_compile.engine.storage import PARAMETER_DTYPES, storage_of
+from flashopt_compile.inductor.compile import compile_in_place, mark_rows
 from flashopt_compile.kernels import pretend, source
 from flashopt_compile.kernels.targets import Target, target_of
 from flashopt_compile.rule import Rule
-from flashopt_compile.step import Numbers, Place, Step
-from flashopt_compile.storage import PARAMETER_DTYPES, storage_of
 
 Block = list[Tensor]
 # Of one graph input: which tensor it is of all that were given, or which of its sizes or strides.
@@ -75,7 +75,7 @@ def emit(
     storages = {storage_of(rule, dtype, tuple(shape), master_weight_bits, quantize) for shape in shapes}
     if len(storages) > 1:
         raise ValueError(f"shapes is {tuple(shapes)}; all must be of one kind, large or small.")
-    step = Step.of(rule, storages.pop(), rounding, maximize)
+    step = Step(rule, storages.pop(), rounding, maximize)
     return emit_step(step, target, shapes, grad_dtype or dtype, combo_kernels)
 
 
@@ -89,7 +89,7 @@ def emit_step(
         blocks, *rest = arguments(step, shapes, grad_dtype, torch.device(chosen.device, 0))
         given = [[_alone(tensor) for tensor in block] for block in blocks], *rest
         try:
-            compiled.compile_in_place(step, **options)(*given)
+            compile_in_place(step, **options)(*given)
         except Exception:
             if not outcome.modules:
                 raise
@@ -129,13 +129,13 @@ def arguments(
 ) -> tuple[list[Block], Tensor, list[Place], Numbers]:
     """What the compiled step takes for parameters of `shapes`, all zero; its numbers are on the CPU."""
     blocks, places = blocks_of(step, (step.storage.zeros(tuple(shape), grad_dtype, device) for shape in shapes))
-    return blocks, torch.ones(()), places, numbers(step, {})
+    return blocks, torch.ones((), dtype=torch.float32, device="cpu"), places, numbers(step, {})
 
 
 def _alone(view: Tensor) -> Tensor:
     """A tensor like `view`, of memory that no other has: training steps the blocks of a parameter one by one."""
     tensor = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=view.device)
-    compiled.mark_rows(tensor)
+    mark_rows(tensor)
     return tensor
 
 

@@ -33,7 +33,7 @@ def interpret(emitted: Emitted, parameters: Sequence[Sequence[Tensor]], t: int, 
     for tensors, shape in zip(parameters, emitted.shapes, strict=True):
         check_parameter(emitted, tensors, shape)
     blocks, places = blocks_of(emitted.step, parameters)
-    given = blocks, torch.tensor(float(t)), places, numbers(emitted.step, hyper)
+    given = blocks, torch.tensor(float(t), dtype=torch.float32, device="cpu"), places, numbers(emitted.step, hyper)
     with _interpreter():
         source.run_call(emitted.source, emitted.bind(given), lambda name: _launcher(name, emitted.kernels[name]))
 

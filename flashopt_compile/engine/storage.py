@@ -1,7 +1,7 @@
 """Which format each state of a parameter gets, by its global shape alone, and the blocks a step works on."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from flashopt_compile.rule import Rule
 from quant.format import Format, Part, Raw, WeightFormat
-from quant.grouped import Grouped, Rows
+from quant.grouped import Grouped
+from quant.rows import Rows
 from quant.split import Rounded, Split
 
 # Biases, norms and small tensors keep fp32 states: next to nothing in bytes, and their statistics vary most.
@@ -68,25 +69,24 @@ class Storage:
         beside = (False,) * len(self.weight.names)
         return *beside, *(name == "scales" for _, format in self.states for name in format.names)
 
-    def blocks(self, shape: tuple[int, ...], tensors: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
+    def blocks(self, shape: tuple[int, ...], tensors: Sequence[Tensor]) -> list[tuple[int, list[Tensor]]]:
         """Views of `tensors` (head, gradient, then those of `parts`; all contiguous) of all elements.
 
         Each comes with the position of its first element. Where states are grouped, the last dim is one group.
         """
         elements = math.prod(shape)
         if not elements:
-            return
+            return []
         if self.grouped is None:
             # In rows, however many there are, a compiler knows that all loads may be wide.
             rows = (-1,) if elements % FLAT_COLUMNS else (-1, FLAT_COLUMNS)
-            yield 0, [tensor.view(rows) for tensor in tensors]
-            return
+            return [(0, [tensor.view(rows) for tensor in tensors])]
         rows = self.grouped.rows(shape)
         split = [
             rows.scale_blocks(tensor) if is_scale else rows.blocks(tensor)
             for tensor, is_scale in zip(tensors, (False, *self.scales), strict=True)
         ]
-        yield from zip(rows.starts, map(list, zip(*split, strict=True)), strict=True)
+        return list(zip(rows.starts, map(list, zip(*split, strict=True)), strict=True))
 
 
 def storage_of(

@@ -1,7 +1,7 @@
-"""Parameters of which each process holds a part, as FSDP2 and tensor parallelism make them: to that part, and back.
+"""Convert between a sharded parameter (FSDP2, tensor parallelism) and the part that this process holds.
 
-The only module that knows of DTensors. As long as no group is cut, the part of a process is stepped like a tensor of
-its own; only its dither is drawn for the positions that its elements have in the whole.
+Only this module knows DTensors. As long as no group is cut, a process steps its part like a tensor of its own. Only
+dither needs more: it is drawn for the elements' positions in the global parameter.
 """
 
 import math
@@ -13,27 +13,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashopt_compile.storage import Storage
+from flashopt_compile.engine.storage import Storage
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether it is a tensor of which each process has a part or a copy."""
-    module = sys.modules.get("torch.distributed.tensor")  # takes most of a second to import; without it there are none
+    """Whether this is a DTensor: each process has a part or a copy of it."""
+    module = sys.modules.get("torch.distributed.tensor")  # slow to import; if nobody has, there are no DTensors
     return module is not None and isinstance(value, module.DTensor)
 
 
+def any_sharded(tensors: Iterable[Any]) -> bool:
+    """Whether any of them is sharded."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors)
+
+
 def placements(parameter: Any) -> tuple[Any, ...]:
-    """How a sharded parameter lies on each dim of its mesh."""
+    """A sharded parameter's placement on each dim of its mesh."""
     return parameter.placements
 
 
 def local(tensor: Any) -> Tensor:
-    """What this process has of a tensor, in the same memory; all of it unless it is sharded."""
+    """This process's part of a tensor, in the same memory. A tensor that is not sharded is returned as it is."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def box(shape: tuple[int, ...], parameter: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and offsets of what this process has of a tensor of `shape` that is sharded as `parameter` is."""
+    """Shape and offsets of this process's part of a tensor of `shape` that is sharded as `parameter` is."""
     if not is_sharded(parameter):
         return shape, (0,) * len(shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -42,15 +48,15 @@ def box(shape: tuple[int, ...], parameter: Any) -> tuple[tuple[int, ...], tuple[
 
 
 def start(parameter: Any) -> int:
-    """The position, in the whole parameter, of the first element that this process has."""
+    """The position in the global parameter of this process's first element."""
     _, offsets = box(tuple(parameter.shape), parameter)
     return sum(offset * stride for offset, stride in zip(offsets, strides(parameter.shape), strict=True))
 
 
 def positions(parameter: Any, dims: int) -> Tensor | None:
-    """Where, in the whole parameter, lies what this process has at each index of the first `dims` dims.
+    """The positions in the global parameter of this process's part, at each index of the first `dims` dims.
 
-    None if all that it has follows each other.
+    None if the part is one contiguous run.
     """
     shape = tuple(parameter.shape)
     own = local(parameter)
@@ -63,7 +69,7 @@ def positions(parameter: Any, dims: int) -> Tensor | None:
 
 
 def row_starts(parameter: Any, storage: Storage) -> Tensor | None:
-    """`positions` of rows: of what groups run along or, where there are none, of what lies together."""
+    """`positions` of the rows that groups run along or, if there are no groups, of contiguous runs."""
     shape, own = parameter.shape, local(parameter).shape
     if storage.grouped is not None:
         dims = storage.grouped.rows(tuple(shape)).start
@@ -74,7 +80,7 @@ def row_starts(parameter: Any, storage: Storage) -> Tensor | None:
 
 
 def why_not(parameter: Any, storage: Storage) -> str | None:
-    """The end of a sentence on what is wrong with how a parameter is cut; None if groups stay whole."""
+    """None if no group is cut; else the end of a sentence that says what is wrong with the cut."""
     if not is_sharded(parameter):
         return None
     if any(placement.is_partial() for placement in placements(parameter)):
@@ -98,9 +104,9 @@ def why_not(parameter: Any, storage: Storage) -> str | None:
 
 
 def part_of(value: Any, parameter: Any) -> Tensor:
-    """What belongs with this process's part of `parameter` of a value that is to be sharded as it is.
+    """This process's part of a value, cut as `parameter` is.
 
-    The value may be whole or in shards of any kind; where those differ from the parameter's, all processes must call.
+    The value may be complete or sharded in any way. If its shards differ from the parameter's, all processes must call.
     """
     if not is_sharded(parameter):
         return whole(value)
@@ -113,18 +119,18 @@ def part_of(value: Any, parameter: Any) -> Tensor:
 
 
 def whole(tensor: Any) -> Tensor:
-    """All of a tensor; of one that is sharded, on every process, all of which must call."""
+    """The complete tensor, on every process. If it is sharded, all processes must call."""
     if not is_sharded(tensor):
         return tensor
     if tensor.dtype != torch.int16:
         return tensor.full_tensor()
-    # Neither gloo nor NCCL takes int16; bytes they do.
+    # Neither gloo nor NCCL can send int16, so send bytes.
     pairs = as_sharded(local(tensor).unsqueeze(-1).view(torch.uint8), tensor, (*tensor.shape, 2))
     return whole(pairs).view(torch.int16).squeeze(-1)
 
 
 def as_sharded(part: Tensor, parameter: Any, shape: tuple[int, ...] | None = None) -> Tensor:
-    """The tensor of `shape`, or of the parameter's, sharded as `parameter` is, of which this process has `part`."""
+    """Make a DTensor of `shape` (or the parameter's), sharded as `parameter` is, from this process's `part`."""
     if not is_sharded(parameter):
         return part
     from torch.distributed.tensor import DTensor
@@ -133,23 +139,23 @@ def as_sharded(part: Tensor, parameter: Any, shape: tuple[int, ...] | None = Non
     mesh, shape = parameter.device_mesh, torch.Size(parameter.shape if shape is None else shape)
     stride = strides(shape)
     if part.device.type != mesh.device_type:
-        # FSDP2 offloads parameters to the CPU so; `from_local` would move the part to where the mesh is.
+        # FSDP2 with CPU offload does this. `from_local` would move the part to the mesh's device.
         spec = DTensorSpec(mesh, placements(parameter), tensor_meta=TensorMeta(shape, stride, part.dtype))
         return DTensor(part, spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
-    # Without shape and stride it would take all processes to have as many rows.
+    # Without shape and stride, from_local would assume equal shards.
     return DTensor.from_local(part, mesh, placements(parameter), run_check=False, shape=shape, stride=stride)
 
 
 def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
+    """The strides of a contiguous tensor."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def any_process(flag: bool, parameters: Iterable[Any]) -> bool:
-    """Whether the flag is set on any of the processes that share a sharded parameter, all of which must call."""
+    """Whether the flag is set on any process that shares a sharded parameter. All of them must call."""
     meshes = {parameter.device_mesh: None for parameter in parameters if is_sharded(parameter)}
     for mesh in meshes:
-        found = torch.tensor(float(flag), device=mesh.device_type)
+        found = torch.tensor(float(flag), dtype=torch.float32, device=mesh.device_type)
         for dim in range(mesh.ndim):
             torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, mesh.get_group(dim))
         flag = bool(found)
@@ -162,7 +168,7 @@ def is_first_process() -> bool:
 
 @contextmanager
 def first_process_succeeds() -> Iterator[None]:
-    """What only the first process does, and all wait for: if it fails there, it fails everywhere."""
+    """Run on the first process only while all others wait. If it fails there, it fails everywhere."""
     error = None
     try:
         yield

@@ -5,13 +5,14 @@ from typing import Any
 
 from torch import Tensor
 
-from flashopt_compile.sharding import local
+from flashopt_compile.distributed.shards import local
 
 
-def memory(parameters: Iterable[tuple[str, Tensor, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Of parameters given as name, weight and state: `parts` by kind, `parameters` by name, `total`, `per_parameter`.
+def memory(parameters: Iterable[tuple[str, Tensor, Mapping[str, Any]]], plan_bytes: int) -> dict[str, Any]:
+    """Count the bytes of parameters, given as name, weight and state.
 
-    Gradients count while they are held; of sharded parameters what this process has.
+    Returns `parts` by kind, `parameters` by name, their `total`, `per_parameter`, and `plan`: what is kept from step
+    to step beside these. Gradients count while they are held. Sharded parameters count this process's part.
     """
     by_name: dict[str, dict[str, int]] = {}
     elements = 0
@@ -24,4 +25,10 @@ def memory(parameters: Iterable[tuple[str, Tensor, Mapping[str, Any]]]) -> dict[
         for part, size in sizes.items():
             parts[part] = parts.get(part, 0) + size
     total = sum(parts.values())
-    return {"parts": parts, "parameters": by_name, "total": total, "per_parameter": total / max(1, elements)}
+    return {
+        "parts": parts,
+        "parameters": by_name,
+        "total": total,
+        "per_parameter": total / max(1, elements),
+        "plan": plan_bytes,
+    }

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashopt_compile.step import Numbers, Place, Step
+from flashopt_compile.engine.step import Numbers, Place, Step
 from quant.grouped import Grouped
 
-# Per parameter: enough to see a share of one in a thousand, few enough to take no time.
+# Per parameter. Enough to see a fraction of one in a thousand, few enough to be quick.
 SAMPLE_ELEMENTS = 1 << 16
 
 
@@ -19,13 +19,13 @@ class NumericsError(RuntimeError):
 
 @dataclass(frozen=True)
 class Health:
-    """Shares of the stored numbers of a parameter group.
+    """Fractions of the stored numbers of a parameter group.
 
-    `nonfinite`: weights and states that are Inf or NaN, counted one and all. The rest is of a sample of each
-    parameter. `saturated`: codes at the end of their range (one in a group is, by construction); `zeroed`:
-    codes of zero in groups that are not all zero; `stalled`: weights whose next update, with the gradient at
-    hand, is not zero and under half of what can be stored: lost under "nearest" rounding, kept on average
-    under "dither".
+    `nonfinite`: weights and states that are Inf or NaN, counted over all of them. The others are measured on a sample
+    of each parameter. `saturated`: codes at the end of their range (one in a group is, by construction). `zeroed`:
+    codes of zero in groups that are not all zero. `stalled`: weights whose next update, with the current gradient, is
+    not zero and less than half of what can be stored. "nearest" rounding loses such updates; "dither" keeps them on
+    average.
     """
 
     saturated: float
@@ -35,7 +35,7 @@ class Health:
 
 
 def health(parameters: Iterator[tuple[Step, list[Tensor], Tensor, Numbers]]) -> Health:
-    """The health of a group's parameters, each given as its step takes it."""
+    """The health of a parameter group's parameters, each given as its step takes it."""
     counted = dict.fromkeys(("saturated", "zeroed", "stalled", "nonfinite"), 0)
     codes_seen = weights_seen = values_seen = 0
     for step, tensors, t, hyper in parameters:
@@ -65,7 +65,7 @@ def health(parameters: Iterator[tuple[Step, list[Tensor], Tensor, Numbers]]) -> 
 
 
 def has_nonfinite(grads: Sequence[Tensor]) -> bool:
-    """Whether any gradient has an Inf or NaN, which a graph that the caller is compiling cannot ask."""
+    """Whether any gradient has an Inf or NaN. A graph that the caller is compiling cannot ask this."""
     if grads and torch.compiler.is_compiling():
         raise RuntimeError(
             "skip_nonfinite=True decides on the gradients' values, which torch.compile(opt.step) cannot."
@@ -83,7 +83,7 @@ def nonfinite(step: Step, tensors: Sequence[Tensor]) -> int:
         for _, format in step.storage.states:
             values, *scales = stored[: len(format.names)]
             stored = stored[len(format.names) :]
-            # A group that is not finite has a scale that says so.
+            # A non-finite group has a non-finite scale.
             count += (
                 int((~scales[0].isfinite()).sum()) * values.shape[-1] if scales else int((~values.isfinite()).sum())
             )
@@ -91,8 +91,8 @@ def nonfinite(step: Step, tensors: Sequence[Tensor]) -> int:
 
 
 def sampled(step: Step, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Copies of evenly spaced groups from all over a parameter; the short ones that end rows are a block apart."""
-    every = tensors[0].numel() // SAMPLE_ELEMENTS | 1  # odd, lest it keep pace with the columns
+    """Copy evenly spaced groups from all over a parameter. The short groups that end rows are a separate block."""
+    every = tensors[0].numel() // SAMPLE_ELEMENTS | 1  # odd, so that it does not keep pace with the columns
     kinds: dict[tuple[int, int], list[list[Tensor]]] = {}
     for _, block in step.storage.blocks(tuple(tensors[0].shape), [tensor.contiguous() for tensor in tensors]):
         groups = [tensor.flatten(0, -2)[::every] if tensor.dim() == 3 else tensor[::every] for tensor in block]

@@ -2,56 +2,69 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flashopt_compile.engine.storage import Storage
 from flashopt_compile.rule import Moved, Rule
-from flashopt_compile.storage import Storage
 from quant.dither import block_phases, mix_phases, noise, phase_of, phases_of, step_phase
 from quant.grouped import Grouped
-from quant.ulp import kept, once, spread, widened
+from quant.ulp import once, spread, widened
 
 Numbers = dict[str, Any]  # hyper-parameters by name, as 0-dim fp32 tensors or tuples of such
 
 
-class Place(NamedTuple):
-    """Where a block lies in its parameter, as terms of the phases that noise is drawn from.
+class Table(NamedTuple):
+    """Phases of a block's rows (rows, 1, 1), of the groups in a row (n, groups), and of the lanes of a group's row.
 
-    Without `terms`, those of rows and of lanes, the block is a view of its contiguous parameter.
+    Where all of a block's rows are alike, `rows` tells them apart; where its groups come from all over, `groups` does.
+    """
+
+    rows: Tensor
+    groups: Tensor
+    lanes: Tensor
+
+
+class Place(NamedTuple):
+    """Where a block lies in its parameter: the phases that its noise is drawn from.
+
+    Without a table, the block is a view of a contiguous parameter, and the phases follow from its strides.
     """
 
     start: Tensor
-    terms: tuple[Tensor, Tensor] | None = None
+    table: Table | None = None
 
     @classmethod
     def at(cls, start: int) -> "Place":
-        """Of a view whose first element is at `start`; a number on the CPU, which kernels of any device take."""
+        """The place of a view whose first element is at `start`; a number on the CPU, as kernels of any device take."""
         return cls(phase_of(start))
 
     def phases(self, block: Tensor, step: Tensor) -> Tensor:
-        """Of all elements of the block at a step."""
-        rows, lanes = self.terms or block_phases(block)
-        if self.terms:  # Inductor is to see that there are as many as the block has
-            rows = rows.expand(*block.shape[:-1], -1)
-        return spread(once(self.start + step_phase(step), by=block) + rows, block) + lanes
+        """The phase of every element of the block at a step."""
+        now = once(self.start + step_phase(step), by=block)
+        if self.table is None:
+            rows, lanes = block_phases(block)
+            return spread(now + rows, block) + lanes
+        rows, groups, lanes = self.table
+        # Expanded, so that it is computed for each row of the block, beside all else that belongs to a row.
+        own = rows.expand(*block.shape[:-1], -1)
+        return spread(once(own + now + groups), block) + lanes
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a step does to a block, apart from the numbers: one compiled graph each."""
+    """What a step does to a block, apart from the numbers: one compiled graph each.
+
+    `for_gcc` has it written for gcc to vectorize (see `quant.ulp`); fp16 blocks are then given as their bits in int16.
+    """
 
     rule: Rule
     storage: Storage
     rounding: str
     maximize: bool
-
-    @classmethod
-    def of(cls, rule: Rule, storage: Storage, rounding: str, maximize: bool) -> "Step":
-        """The same object each time, to be told by its id: comparing formats takes longer than stepping a bias."""
-        return _one_of_a_kind(rule, storage, rounding, maximize)
+    for_gcc: bool = False
 
     def __str__(self) -> str:
         states = ", ".join(
@@ -78,7 +91,7 @@ class Step:
         for format in formats:
             own, stored = stored[: len(format.names)], stored[len(format.names) :]
             states.append(format.decode(*own))
-            groups.append(own[-1].shape[-1:] if isinstance(format, Grouped) else ())
+            groups.append(own[-1].shape[-1] if isinstance(format, Grouped) else 0)
 
         moved, *states = self.rule(w, -g if self.maximize else g, *states, t, **hyper)
         by = moved.by if isinstance(moved, Moved) else moved - w
@@ -87,9 +100,15 @@ class Step:
         if self.rounding == "dither":
             bits = mix_phases(place.phases(head, t.to(torch.int32)))
             drawn = [noise(bits, state) for state in range(len(drawn))]
-        parts = list(weight.advance(*weight_parts, by, drawn[0]))
+        for_gcc = {"for_gcc": True} if self.for_gcc else {}  # which formats of others need not know
+        parts = list(weight.advance(*weight_parts, by, drawn[0], **for_gcc))
         for format, state, each, count in zip(formats, states, drawn[1:], groups, strict=True):
-            parts += format.encode(kept(state) if count else state, each, *count)
+            if isinstance(format, Grouped):
+                # In tiles each element is computed once; elsewhere storing it costs more than computing it again.
+                state = once(state) if self.for_gcc else state
+                parts += format.encode(state, each, count, self.for_gcc)
+            else:
+                parts += format.encode(state, each)
         return tuple(parts), by
 
     def __call__(self, tensors: Sequence[Tensor], t: Tensor, place: Place, hyper: Numbers) -> None:
@@ -98,11 +117,6 @@ class Step:
         parts, _ = self.compute(tensors, t, place, hyper)
         for old, new in zip((head, *stored), parts, strict=True):
             old.copy_(new)
-
-
-@cache
-def _one_of_a_kind(rule: Rule, storage: Storage, rounding: str, maximize: bool) -> Step:
-    return Step(rule, storage, rounding, maximize)
 
 
 def trace(
@@ -122,7 +136,8 @@ def trace(
         # As if they were the gradient, which is cut into blocks like any number of an element.
         phases = [copies[0], phases_of(positions), *copies[2:]]
         none = torch.zeros((), dtype=torch.int32, device=positions.device)
-        places = [Place(none, (block[1], none)) for _, block in step.storage.blocks(shape, phases)]
+        no_groups = none.reshape(1)
+        places = [Place(none, Table(block[1], no_groups, none)) for _, block in step.storage.blocks(shape, phases)]
     for place, (_, block) in zip(places, step.storage.blocks(shape, copies), strict=True):
         step(block, t, place, hyper)
     if copies[0] is not tensors[0]:

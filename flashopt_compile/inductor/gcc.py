@@ -1,24 +1,20 @@
 """Who makes vectors of the loops that Inductor writes for a CPU: gcc, wherever it can, or else Inductor itself.
 
-gcc takes loops over single elements, for whatever processor it compiles for, and four vectors at a time, so that one
-is worked on while another waits; Inductor's own vectors come one by one (docs/performance.md).
+gcc takes loops over single elements, for whatever processor it compiles for, and works on four vectors at a time, so
+that one is worked on while another waits; Inductor's own vectors come one by one (docs/performance.md).
 """
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 
-from quant.ulp import scalar_loops
-
 # torch._inductor is imported where it is needed: it takes a second, and compiling imports it anyway.
 
 TILED_TORCH = "2.13."  # whose Inductor `tiles` has been tried with
 GCC_FLAGS = (
-    # Inductor's flags say no to the first, and roots that set errno or loads moved to the end of a loop prevent it.
+    # Inductor's flags turn the first off; roots that set errno, and loads moved to the end of a loop, prevent vectors.
     "-ftree-loop-vectorize -fno-math-errno -fno-tree-pre "
     # The order in which a loop computes decides how much of it waits: this one minds registers too.
     "-fschedule-insns -fsched-pressure --param=sched-pressure-algorithm=2"
@@ -29,10 +25,7 @@ WIDE_FLAGS = "-mtune=skylake-avx512 -mprefer-vector-width=512"
 
 
 def groups_per_row(group_size: int) -> int:
-    """How many groups a row of a block is to have for gcc.
-
-    It works on as many elements at once as a vector has bytes, or on vectors that are shorter.
-    """
+    """How many groups gcc is to work on at once: as many elements as a vector has bytes, or it makes shorter ones."""
     return max(1, _vector_bits() // 8 // group_size)
 
 
@@ -43,24 +36,28 @@ def _vector_bits() -> int:
     return cpu_vec_isa.pick_vec_isa().bit_width()
 
 
-@cache
-def plain_loops() -> dict[str, Any]:
-    """Options of Inductor's for loops over single elements that gcc vectorizes; none where the compiler is another.
+def loops_for_gcc() -> dict[str, Any]:
+    """Inductor's options for loops in tiles that gcc vectorizes; none where the compiler is another.
 
-    What is said to be the architecture comes after Inductor's own flags.
+    Extra flags ride in `cpp.march`, which Inductor appends last.
     """
     from torch._inductor import config, cpp_builder
 
     if sys.platform != "linux" or not torch.__version__.startswith(TILED_TORCH) or not cpp_builder.is_gcc():
         return {}
+    from flashopt_compile.inductor.tiles import InTiles
+
     flags = f"{GCC_FLAGS} {WIDE_FLAGS}" if _vector_bits() == 512 else GCC_FLAGS
-    # Buffers that a tile has of its own are no memory for others to use again.
-    return {"cpp.simdlen": 1, "cpp.march": f"{config.cpp.march or 'native'} {flags}", "inplace_buffers": False}
+    return {
+        "cpp.simdlen": 1,
+        "cpp.march": f"{config.cpp.march or 'native'} {flags}",
+        "inplace_buffers": False,  # what a tile keeps to itself is no memory for others to use again
+        "_pre_fusion_custom_pass": InTiles(),
+    }
 
 
-@cache
 def wide_vectors() -> dict[str, str]:
-    """Options of Inductor's for its own vectors: have gcc keep those of 512 bits whole, and not copy them by halves.
+    """Inductor's options for its own vectors: have gcc keep those of 512 bits whole, and not copy them by halves.
 
     Inductor has no option for more flags, but one whose text is put among them.
     """
@@ -70,12 +67,3 @@ def wide_vectors() -> dict[str, str]:
     if not isinstance(contract, str) or _vector_bits() != 512:
         return {}
     return {"cpp.enable_floating_point_contract_flag": f"{contract} -mprefer-vector-width=512"}
-
-
-@contextmanager
-def left_to_gcc() -> Iterator[None]:
-    """Within it, Inductor and our own formulas write loops that gcc can vectorize."""
-    from flashopt_compile.tiles import tiled
-
-    with tiled(), scalar_loops():
-        yield

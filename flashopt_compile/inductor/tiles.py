@@ -1,14 +1,14 @@
-"""Loops in tiles: a CPU kernel runs all its loops over a few rows before it goes on to the next ones.
+"""Loops in tiles: a CPU kernel runs all its loops over a few pieces of a row before it goes on to the next ones.
 
 Inductor writes a loop over all elements for each pass of a step: the largest of each group must be known before its
 codes. What one pass leaves for the next goes through memory, which for a state takes longer than computing it again.
 Here the loops are put into one, over tiles that stay in the nearest cache, and what they leave each other is a small
-array of each thread:
+array of each thread. Of a block (rows, n, width):
 
-    for each tile of rows, by threads:
-        for each row: decode and update the states, the largest of each group
+    for each row, and each tile of its n pieces, by threads:
+        for each piece: decode and update the states, the largest of each group
         for each group: scales and factors
-        for each row: new weights and codes
+        for each piece: new weights and codes
 
 This module imports Inductor, which takes a second: compiling does so anyway, and it is for that to import.
 """
@@ -16,19 +16,17 @@ This module imports Inductor, which takes a second: compiling does so anyway, an
 import dataclasses
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import sympy
-import torch
 from torch._inductor import ir
-from torch._inductor.codegen import common, cpp
+from torch._inductor.codegen import cpp
 from torch._inductor.codegen.cpp_utils import LocalBufferContext
+from torch._inductor.custom_graph_pass import CustomSchedulerPass
 from torch._inductor.dependencies import MemoryDep
 from torch._inductor.utils import sympy_index_symbol
 from torch._inductor.virtualized import V
@@ -37,28 +35,52 @@ from torch._inductor.virtualized import V
 TILE_ELEMENTS = 1024
 
 Loop = Any  # a `SchedulerNode` or `FusedSchedulerNode`: what Inductor writes a nest of loops for
-Size = Any  # of sympy: a number, or a multiple of a symbol
+Size = Any  # a sympy expression: a number, a symbol, or a multiple of one
 
-_FIRST_ROW = sympy_index_symbol("tile")  # what the generated code calls the first row of a tile
+# What the generated code calls the row, and the first piece, of a tile.
+_ROW, _FIRST = sympy_index_symbol("row"), sympy_index_symbol("tile")
 # How Inductor makes the array of a thread, and finds where it is.
 _ON_THE_HEAP = re.compile(r"std::unique_ptr<(\S+) \[\]> (\w+) = std::make_unique<\S+ \[\]>\((\d+)L\);")
 _BY_POINTER = re.compile(r"= (\w+)\.get\(\);")
+# Strides of no tensor, by which Inductor is told that neighbouring loops are not one.
+_APART = (15485863, 1299709, 1)
 
 
-@contextmanager
-def tiled() -> Iterator[None]:
-    """Within it, Inductor writes the loops of CPU kernels in tiles."""
-    common.init_backend_registration()
-    in_tiles = dataclasses.replace(common.device_codegens["cpu"], scheduling=TiledScheduling)
-    tag = f"{torch.compiler.config.cache_key_tag} tiles {_version()}".lstrip()  # Inductor's caches cannot know of them
-    with mock.patch.dict(common.device_codegens, cpu=in_tiles), torch.compiler.config.patch(cache_key_tag=tag):  # pyright: ignore[reportAttributeAccessIssue]
-        yield
+class InTiles(CustomSchedulerPass):
+    """Has one compilation write its loops in tiles. As an option of Inductor's it concerns no other."""
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        for node in nodes:
+            _keep_loops_apart(node)
+        if nodes:
+            scheduler = nodes[0].scheduler
+            devices = {device for node in nodes if (device := node.get_device()) is not None and device.type == "cpu"}
+            for device in devices:
+                scheduler.backends[device] = TiledScheduling(scheduler)
+        return nodes
+
+    def uuid(self) -> Any:
+        """What tells Inductor's caches which tiles a kernel was written with."""
+        return _version()
 
 
 @cache
 def _version() -> str:
-    """Of this module: another for each that may write another kernel."""
     return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+
+
+def _keep_loops_apart(node: Any) -> None:
+    """Have loops over rows, pieces and elements stay three, though some tensors would allow for fewer.
+
+    Only loops of one kind become one.
+    """
+    find = getattr(node.node, "get_default_sizes_body", None)
+    if find is None:
+        return
+    _, body, (variables, _) = find()
+    if 2 <= len(variables) <= len(_APART):
+        strides = zip(variables, _APART, strict=False)
+        node.recompute_size_and_body((body.var_ranges, [sum((v * s for v, s in strides), sympy.Integer(0))]))
 
 
 class TiledScheduling(cpp.CppScheduling):
@@ -97,36 +119,45 @@ class TiledScheduling(cpp.CppScheduling):
         """Write all that waits: numbers, then the loops in tiles; or each by itself, as Inductor does."""
         waiting, self._waiting = self._waiting, []
         loops = [node for node in waiting if any(_ranges(node))]
-        rows = _common_rows(loops)
-        in_tiles = loops if rows is not None and len(loops) > 1 else []
+        outer = _common_loops(loops)
+        in_tiles = loops if outer is not None and len(loops) > 1 else []
         for node in waiting:
             if node not in in_tiles:
                 super().codegen_node(node)
-        if in_tiles:
-            self._write_in_tiles(in_tiles, rows)
+        if in_tiles and outer is not None:
+            self._write_in_tiles(in_tiles, *outer)
         super().flush()
 
-    def _write_in_tiles(self, loops: Sequence[Loop], rows: Size) -> None:
+    def _write_in_tiles(self, loops: Sequence[Loop], rows: Size, pieces: Size) -> None:
         over_tiles = _OverTiles(self.kernel_group)
-        over_tiles.set_ranges((rows,), ())
-        (last,) = over_tiles.ranges  # the number of rows as the generated code calls it
-        columns = max(_per_row(sympy.prod(chain(*_ranges(loop))), rows) for loop in loops)
-        tile = max(2, TILE_ELEMENTS // int(columns))
-        with _TileBuffers(self.kernel_group.args) as buffers:
+        over_tiles.set_ranges((rows, pieces), ())
+        last_row, last = over_tiles.ranges  # as the generated code calls them
+        width = max(sympy.prod(chain(*_ranges(loop))) / (rows * pieces) for loop in loops)
+        tile = max(2, TILE_ELEMENTS // int(width))
+        with _TileBuffers(self.kernel_group.args, rows, pieces, tile) as buffers:
             for loop in loops:
-                buffers.keep_what_leaves(loop, loops, rows, tile)
+                buffers.keep_what_leaves(loop, loops)
             nests = []
             for loop in loops:
                 proxy: Any = self.kernel_proxy_cls(self.kernel_group)
                 proxy.codegen_nodes(loop.get_nodes())
-                level, each = proxy.loop_nest.loops[0], _per_row(_ranges(loop)[0][0], rows)
-                level.offset, level.size = each * _FIRST_ROW, each * sympy.Min(_FIRST_ROW + tile, last)
+                row, piece = proxy.loop_nest.loops[:2]
+                row.offset, row.size = _ROW, _ROW + 1
+                piece.offset, piece.size = _FIRST, sympy.Min(_FIRST + tile, last)
                 nests.append(proxy.loop_nest)
-            inner = cpp.OuterLoopFusedKernel(self.kernel_group)
+            inner = _InEachTile(self.kernel_group)
             inner.inner = nests
-            level = cpp.LoopLevel(_FIRST_ROW, last, steps=sympy.Integer(tile))
-            over_tiles.loop_nest = cpp.LoopNest([level], inner)
+            levels = [cpp.LoopLevel(_ROW, last_row), cpp.LoopLevel(_FIRST, last, steps=sympy.Integer(tile))]
+            over_tiles.loop_nest = cpp.LoopNest(levels, inner)
             self.kernel_group.finalize_kernel(over_tiles, [node for loop in loops for node in loop.get_nodes()])
+
+
+class _InEachTile(cpp.OuterLoopFusedKernel):
+    """The loops of a tile."""
+
+    def decide_parallel_depth(self, max_parallel_depth: Any, threads: int) -> Any:
+        """Threads share all tiles of all rows, however many there are of each."""
+        return dataclasses.replace(max_parallel_depth, parallel_depth=2, start_depth=0)
 
 
 class _OverTiles(cpp.CppKernelProxy):
@@ -152,11 +183,13 @@ class _OverTiles(cpp.CppKernelProxy):
 class _TileBuffers(LocalBufferContext):
     """Arrays of a thread, for a tile of what loops leave each other."""
 
-    def __init__(self, kernel_args: Any) -> None:
+    def __init__(self, kernel_args: Any, rows: Size, pieces: Size, tile: int) -> None:
         super().__init__(kernel_args)
+        self._count, self._tile = rows * pieces, tile
+        self._first = _ROW * pieces + _FIRST  # the first piece of a tile, among those of all rows
         self._begins: dict[str, Size] = {}  # where the tile begins in each buffer
 
-    def keep_what_leaves(self, loop: Loop, loops: Sequence[Loop], rows: Size, tile: int) -> None:
+    def keep_what_leaves(self, loop: Loop, loops: Sequence[Loop]) -> None:
         """Give an array to whatever `loop` computes for other loops of the tile, and for these alone."""
         own = set(loop.get_nodes())
         inside = {node for each in loops for node in each.get_nodes()}
@@ -169,16 +202,16 @@ class _TileBuffers(LocalBufferContext):
         for whole in local:
             # What is used within its loop alone is none of Inductor's buffers, but where it does not see the user's.
             if not users[whole] <= own or users[whole] & leaving:
-                self._keep(whole, wholes[whole], rows, tile)
+                self._keep(whole, wholes[whole])
 
-    def _keep(self, whole: Any, parts: Sequence[Any], rows: Size, tile: int) -> None:
+    def _keep(self, whole: Any, parts: Sequence[Any]) -> None:
         layout = whole.node.get_layout()
-        row_size = _per_row(sympy.prod(layout.size), rows)
-        layout = ir.FixedLayout(layout.device, layout.dtype, [row_size * tile], [sympy.S.One])
+        per_piece = sympy.simplify(_simplified(sympy.prod(layout.size)) / self._count)
+        layout = ir.FixedLayout(layout.device, layout.dtype, [per_piece * self._tile], [sympy.S.One])
         buffers = list({each.get_name(): each.node for each in (whole, *parts)}.values())
         for node in buffers:
             offset = node.get_layout().view.get_layout().offset if _is_part(node) else 0
-            self._begins[node.get_name()] = row_size * _FIRST_ROW - offset
+            self._begins[node.get_name()] = per_piece * self._first - offset
         self.add_local_buffer(ir.Buffer(name=f"tile_{whole.get_name()}", layout=layout), buffers)
 
     def localize_function(self, fn: Any, rewrite_index: Any = None) -> Any:
@@ -212,31 +245,38 @@ def _ranges(node: Loop) -> tuple[Sequence[Size], Sequence[Size]]:
     return node.group[1]
 
 
-def _per_row(size: Size, rows: Size) -> Size:
-    return sympy.simplify(size / rows)
+def _simplified(size: Size) -> Size:
+    """With one symbol for sizes that Inductor knows to be equal."""
+    return V.graph.sizevars.simplify(size)
 
 
-def _common_rows(loops: Sequence[Loop]) -> Size | None:
-    """How many rows the outermost loop of all of them runs over, if each row minds itself alone."""
-    symbols = {symbol for loop in loops for size in _ranges(loop)[0][:1] for symbol in size.free_symbols}
-    if len(symbols) != 1:
+def _common_loops(loops: Sequence[Loop]) -> tuple[Size, Size] | None:
+    """How often the two outermost loops of all of them run, if each piece of each row minds itself alone."""
+    outer = {tuple(_ranges(loop)[0][:2]) for loop in loops}
+    if len(outer) != 1:
         return None
-    (rows,) = symbols
-    for loop in loops:
-        outermost = _ranges(loop)[0][:1]
-        if not outermost or not _per_row(outermost[0], rows).is_Integer:
-            return None
-        if not all(_is_row_by_row(dep, rows) for dep in loop.read_writes.reads_and_writes()):
-            return None
-    return rows
+    (both,) = outer
+    if len(both) != 2 or not all(isinstance(size, sympy.Symbol) for size in both):
+        return None
+    rows, pieces = both
+    written = {name for loop in loops for name in loop.get_buffer_names()}
+    written |= {name for loop in loops for buffer in loop.get_outputs() for name in buffer.get_mutations()}
+    deps = (dep for loop in loops for dep in loop.read_writes.reads_and_writes() if dep.name in written)
+    return both if all(_minds_itself(dep, rows, pieces) for dep in deps) else None
 
 
-def _is_row_by_row(dep: Any, rows: Size) -> bool:
-    """Whether a loop reads or writes in each row a row of the tensor's own, or in all rows the same."""
-    if not isinstance(dep, MemoryDep) or not any(size.has(rows) for size in dep.size):
+def _minds_itself(dep: Any, rows: Size, pieces: Size) -> bool:
+    """Whether a loop reads or writes, at each piece of each row, no more than what belongs to that piece."""
+    if not isinstance(dep, MemoryDep) or not any(size.has(rows) or size.has(pieces) for size in dep.size):
         return True  # the former says no more than what comes after what
-    row, size = dep.var_names[0], dep.size[0]
-    step = sympy.expand(dep.index).coeff(row)
-    if sympy.expand(dep.index - step * row).has(row):
+    stride = [_simplified(each) for each in V.graph.get_buffer(dep.name).get_stride()]
+    index = sympy.expand(_simplified(dep.index))
+    steps = [index.coeff(each) for each in dep.var_names]
+    if any(sympy.expand(index - step * each).has(each) for each, step in zip(dep.var_names, steps, strict=True)):
         return False
-    return step * _per_row(size, rows) in (0, V.graph.get_buffer(dep.name).get_stride()[0])
+    if dep.size[0] == rows and len(steps) > 1:  # the rows, then the pieces of a row and all that is in them
+        per_piece = sympy.simplify(dep.size[1] / pieces)
+        return bool(per_piece.is_Integer and steps[0] == stride[0] and steps[1] * per_piece == stride[1])
+    per_piece = sympy.simplify(dep.size[0] / (rows * pieces))
+    is_one_row = sympy.simplify(stride[0] - stride[1] * pieces) == 0
+    return bool(per_piece.is_Integer and is_one_row and steps[0] * per_piece == stride[1])

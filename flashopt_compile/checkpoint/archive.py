@@ -1,4 +1,4 @@
-"""A checkpoint without the program that wrote it: its weights and optimizer made anew from what the file says."""
+"""Read a checkpoint without the program that wrote it: rebuild its weights and optimizer from the file alone."""
 
 import os
 from collections import OrderedDict
@@ -16,14 +16,14 @@ from flashopt_compile.optimizer import FlashOptimizer
 from flashopt_compile.optimizers import FlashAdam, FlashAdamW, FlashLion, FlashSGD, FlashSGDW
 
 OPTIMIZERS = {each.__name__: each for each in (FlashAdamW, FlashAdam, FlashSGD, FlashSGDW, FlashLion)}
-# What the parts of a checkpoint are called, by us and by others.
+# The names of a checkpoint's parts, ours and other libraries'.
 MODEL_KEYS = ("model", "model_state_dict", "state_dict")
 OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict")
-STATISTICS = ("running_mean", "running_var")  # buffers, which a state dict does not tell from parameters
+STATISTICS = ("running_mean", "running_var")  # buffers; a state dict does not tell them from parameters
 
 
 class Weights(nn.Module):
-    """A model as a checkpoint knows it: tensors by key, parameters among them, tied ones being one."""
+    """A checkpoint's model: tensors by key. Some of them are parameters; tied ones are one tensor."""
 
     def __init__(self, tensors: Mapping[str, Any], parameters: list[list[str]], metadata: Mapping[str, Any]) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Archive:
 
     @property
     def parameters(self) -> list[list[str]]:
-        """The model's keys of each of the optimizer's parameters, as the file says or by their order."""
+        """The model's keys for each of the optimizer's parameters, from the file or else by their order."""
         if isinstance(self.content.get("parameters"), list):
             return self.content["parameters"]
         groups = self.optimizer["param_groups"]
@@ -97,7 +97,7 @@ class Archive:
         return [[key] for key in keys]
 
     def kind(self, given: str | None = None) -> type[FlashOptimizer]:
-        """The class of ours that the optimizer is of, or is to become."""
+        """Our class for the file's optimizer: the one that wrote it, or the one it is to become."""
         name = self.optimizer.get(STAMP, {}).get("optimizer") or given or self._guess()
         if name not in OPTIMIZERS:
             raise ValueError(
@@ -107,14 +107,14 @@ class Archive:
         return OPTIMIZERS[name]
 
     def _guess(self) -> str | None:
-        """From what torch.optim writes; others do not say."""
+        """Guess the class from torch.optim's options. Other libraries do not say."""
         group = dict(next(iter(self.optimizer["param_groups"]), {}))
         if "decoupled_weight_decay" in group:
             return "FlashAdamW" if group["decoupled_weight_decay"] else "FlashAdam"
         return "FlashSGD" if "momentum" in group and "nesterov" in group else None
 
     def revive(self, kind: str | None = None, dtype: torch.dtype | None = None) -> tuple[Weights, FlashOptimizer]:
-        """The weights and the optimizer, with parameters as they are or split into heads of `dtype` and tails."""
+        """Rebuild weights and optimizer. Given a `dtype`, split parameters into heads of that dtype and tails."""
         cls = self.kind(kind)
         if dtype is not None and STAMP in self.optimizer:
             raise ValueError(f"{self.path} is ours already; a dtype is for the fp32 weights of other libraries.")

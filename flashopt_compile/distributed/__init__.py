@@ -1,0 +1,1 @@
+"""Sharded parameters: the only training code that knows DTensor."""

@@ -1,0 +1,78 @@
+"""The calls that a step consists of: blocks in place, parameters whose memory has another order, whole parameters."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from flashopt_compile.engine.kernel import Bound, Operation, copies, run_at_once
+
+
+class Call(Protocol):
+    """A part of a step."""
+
+    def operations(self, heads: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Operation]:
+        """What carries it out, given all heads and gradients of the step."""
+        ...
+
+
+class InPlace:
+    """Steps a block where it lies in its parameter, from the element `offset` on."""
+
+    def __init__(self, run: Bound, index: int, offset: int) -> None:
+        self._run, self._index, self._offset = run, index, offset
+
+    def operations(self, heads: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Operation]:
+        head, grad = heads[self._index], grads[self._index]
+        if self._offset:
+            head, grad = (tensor.view(-1)[self._offset :] for tensor in (head, grad))
+        return self._run(head, grad)
+
+
+class Staged:
+    """Steps some slices of a parameter in copies, as its head or its gradient is not contiguous."""
+
+    def __init__(
+        self,
+        calls: Sequence[Call],
+        index: int,
+        slices: slice,
+        copied: tuple[Tensor | None, Tensor | None],
+        is_deferred: bool,
+    ) -> None:
+        self._calls, self._index, self._slices = calls, index, slices
+        self._head, self._grad = copied  # in the shape of the slices; None of what is contiguous
+        self._is_deferred = is_deferred
+
+    def operations(self, heads: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Operation]:
+        head, grad = heads[self._index][self._slices], grads[self._index][self._slices]
+        before = [*_copied(self._head, head), *_copied(self._grad, grad)]
+        if not self._is_deferred:
+            run_at_once(before)
+            before = []
+        given = [head if self._head is None else self._head], [grad if self._grad is None else self._grad]
+        inner = [operation for call in self._calls for operation in call.operations(*given)]
+        return [*before, *inner, *([] if self._head is None else _copied(head, self._head))]
+
+
+# Columns of a transposed matrix that are copied at once, or each line of the cache would be fetched for every element.
+COLUMNS = 16
+
+
+def _copied(target: Tensor | None, source: Tensor) -> list[Operation]:
+    if target is None:
+        return []
+    if source.dim() == 2 and source.stride(0) == 1:
+        return copies(list(target.split(COLUMNS, 1)), source.split(COLUMNS, 1))
+    return copies([target], [source])
+
+
+class Whole:
+    """Steps a parameter in one go, when asked for: the kernels of a GPU take all of it."""
+
+    def __init__(self, step: Callable[[Tensor, Tensor], None], index: int) -> None:
+        self._step, self._index = step, index
+
+    def operations(self, heads: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Operation]:
+        self._step(heads[self._index], grads[self._index])
+        return []

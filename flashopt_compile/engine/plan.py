@@ -1,0 +1,152 @@
+"""The plan: all that the next step can reuse, for as long as nothing that it depends on has changed."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from flashopt_compile.engine.kernel import Kernels, Operation, copies, run_at_once
+from flashopt_compile.engine.layout import Layout, Part
+from flashopt_compile.engine.numbers import KeptNumbers
+from flashopt_compile.engine.pack import settle
+from flashopt_compile.engine.planner import Item, Planner
+from flashopt_compile.engine.step import Step
+
+_dtype_of, _device_of, _layout_of = attrgetter("dtype"), attrgetter("device"), attrgetter("layout")
+_requires_grad = attrgetter("requires_grad")
+
+
+class Options(NamedTuple):
+    """What a group says: `fixed` options, which a plan depends on, and numbers, which may follow a schedule."""
+
+    fixed: Any
+    values: tuple[Any, ...]  # of the hyper-parameters, as the group has them
+    hyper: Callable[[], Mapping[str, Any]]  # the same, checked, as the rule takes them
+
+
+class Given(NamedTuple):
+    """What a step is given. `heads` and `grads` are of those parameters that have a gradient.
+
+    Of sharded parameters they are what this process has; of others, the parameters and gradients themselves.
+    """
+
+    parameters: Sequence[Tensor]  # all of them
+    kinds: Sequence[type]  # of their gradients, which may be missing
+    heads: Sequence[Tensor]
+    grads: Sequence[Tensor]
+    stored: Sequence[Tensor]  # all tensors of the optimizer's state
+
+
+class Work(NamedTuple):
+    """One parameter to be stepped: its count, all that is stored beside it, and how it is laid out and stepped."""
+
+    count: Tensor
+    parts: Sequence[Part]
+    layout: Layout
+    step: Step
+    group: int  # which of the groups it is in
+
+
+def depends_on(given: Given, options: Sequence[Options]) -> tuple[Any, ...]:
+    """All that a plan depends on, to be compared with what it was.
+
+    By identity, address and form, never by value. A plan holds what it knows the address of, or is held by what has it,
+    so that no other tensor can have come to lie there; a head's address may be another's, its dtype and shape may not.
+    """
+    _, kinds, heads, grads, stored = given
+    return (
+        torch.get_num_threads(),  # Inductor writes code for so many
+        [each.fixed for each in options],
+        list(map(id, given.parameters)),
+        list(map(_requires_grad, given.parameters)),
+        kinds,
+        list(map(Tensor.data_ptr, heads)),
+        list(map(Tensor.size, heads)),
+        list(map(Tensor.stride, heads)),
+        list(map(_dtype_of, heads)),
+        list(map(_layout_of, grads)),
+        list(map(_dtype_of, grads)),
+        list(map(_device_of, grads)),
+        list(map(Tensor.size, grads)),
+        list(map(Tensor.is_contiguous, grads)),
+        list(map(Tensor.data_ptr, stored)),
+    )
+
+
+class Plan:
+    """A step worked out, to be taken again and again for as long as it holds."""
+
+    def __init__(self, given: Given, options: Sequence[Options], work: Sequence[Work], kernels: Kernels) -> None:
+        self._parameters = given.parameters  # kept, so that no other can get their ids
+        self._numbers = [KeptNumbers(each.hyper()) for each in options]
+        self._values = [_steady_values(each) for each in options]
+        counts = [each.count for each in work]
+        self._counts = torch.stack([count.detach().to("cpu", torch.float32) for count in counts])
+        self._next = self._counts + 1
+        self._taken = self._counts.tolist()
+        each_next = self._next.unbind()
+        items = [
+            Item(each.step, each.layout, head, grad, each.parts, t, taken, self._numbers[each.group].numbers)
+            for each, head, grad, t, taken in zip(work, given.heads, given.grads, each_next, self._taken, strict=True)
+        ]
+        planner = Planner(kernels, items)
+        self._stages = [(stage, self._counting(stage.done, each_next)) for stage in planner.stages()]
+        self._in_place = sorted(planner.in_place)
+        self.bytes = planner.bytes  # that it keeps between steps, beside the optimizer's state
+        settle(counts, self._counts.unbind())
+        self._known = depends_on(given, options)
+
+    def take(self, given: Given, options: Sequence[Options], may_step: Callable[[], bool] | None = None) -> bool:
+        """Step, with the values that hyper-parameters have now; return false if the plan does not hold any more.
+
+        `may_step` is asked first, where it is for the gradients' values to decide.
+        """
+        if depends_on(given, options) != self._known or self._counts.tolist() != self._taken:
+            return False
+        self._follow(options)
+        if may_step is None or may_step():
+            self._run(given)
+        return True
+
+    def _follow(self, options: Sequence[Options]) -> None:
+        for number, each in enumerate(options):
+            if self._values[number] is None or each.values != self._values[number]:
+                self._numbers[number].set(each.hyper())
+                self._values[number] = _steady_values(each)
+
+    def _run(self, given: Given) -> None:
+        """Step the parameters by their gradients. Of each stage, all happens or nothing does."""
+        torch.add(self._counts, 1, out=self._next)
+        taken = self._next.tolist()
+        heads, grads = given.heads, given.grads
+        for index in self._in_place:
+            if grads[index].data_ptr() == heads[index].data_ptr():  # it would change while it is read
+                grads = [*grads[:index], grads[index].clone(), *grads[index + 1 :]]
+        # For autograd to notice that what it may have saved is no longer what it was.
+        increment_version([heads[index] for index in self._in_place if not heads[index].is_inference()])
+        for stage, count in self._stages:
+            operations: list[Operation] = []
+            for call in stage.calls:
+                operations += call.operations(heads, grads)
+            run_at_once([*operations, *count])
+        self._taken = taken
+
+    def _counting(self, done: Sequence[int], each_next: Sequence[Tensor]) -> list[Operation]:
+        """Count the step of some parameters."""
+        if len(done) == len(each_next):
+            return [partial(self._counts.copy_, self._next)]
+        counts = self._counts.unbind()
+        return copies([counts[index] for index in done], [each_next[index] for index in done])
+
+
+def _steady_values(options: Options) -> tuple[Any, ...] | None:
+    """A group's values; None if one may change unnoticed, as a tensor's or a list's can."""
+    return options.values if all(map(_is_steady, options.values)) else None
+
+
+def _is_steady(value: Any) -> bool:
+    return all(map(_is_steady, value)) if isinstance(value, tuple) else isinstance(value, int | float)

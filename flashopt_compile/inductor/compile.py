@@ -1,0 +1,266 @@
+"""The only place that compiles: a `Step` becomes one fused kernel, written by Inductor for the device at hand."""
+
+import importlib
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import count
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashopt_compile.engine.kernel import Bound, ComputedKernel, Kernel, WholeStep, eager, run_at_once
+from flashopt_compile.engine.layout import Block, Layout, Part
+from flashopt_compile.engine.planner import Item, Planner
+from flashopt_compile.engine.step import Numbers, Place, Step, Table
+from flashopt_compile.inductor import bind, example, gcc
+
+OPTIONS: dict[str, Any] = {
+    "size_asserts": False,  # what we have made ourselves needs no checks
+}
+# Dynamo need not check a frozen `Step`, nor what it consists of, beside its tensors.
+GUARDS: dict[str, Any] = {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
+# Whatever is not shared by a whole group is computed anew where it is needed: what Inductor would store between
+# loops instead, up to four bytes an element each, costs more to write and read back. See docs/performance.md.
+CPU_OPTIONS = {**OPTIONS, "realize_opcount_threshold": 1000, "realize_reads_threshold": 1000}
+# A group's scale, of some 40 operations, is not to become a temporary, which would take a kernel of its own.
+GPU_OPTIONS = {**OPTIONS, "realize_opcount_threshold": 60}
+# Elements that one call takes: enough to hide what a call costs.
+CALL_ELEMENTS = 1 << 22
+MOST_KERNELS = 256
+
+_numbers_of_kernels = count()
+_kernels: "OrderedDict[tuple[Any, ...], Any]" = OrderedDict()  # compiled in this process, the latest used last
+_compiling = threading.RLock()
+_told: set[str] = set()
+
+
+def kernel(step: Step, grad_dtype: torch.dtype, device: torch.device, numbers: Numbers) -> Kernel:
+    """The kernel for blocks of a step, compiled on first use; the step itself where torch cannot compile.
+
+    `numbers` are like those that it will be given.
+    """
+    if not works_in_blocks(device):
+        return WholeKernel(step)
+    threads = torch.get_num_threads()  # Inductor writes code for so many
+    key = step, grad_dtype, device, threads, *_permission()
+    return _remembered(key, lambda: _block_kernel(step, grad_dtype, device, numbers))
+
+
+def works_in_blocks(device: torch.device) -> bool:
+    """Whether a kernel takes blocks of a few million elements; a GPU's takes a whole parameter."""
+    return device.type == "cpu"
+
+
+def prepare(step: Step, parameter: Tensor, numbers: Numbers) -> bool:
+    """Compile what steps of `parameter`, with gradients of its dtype, will need; false if nothing was left to do."""
+    before = set(_kernels)
+    if works_in_blocks(parameter.device):
+        kernel(step, parameter.dtype, parameter.device, numbers)
+    else:  # step one like it
+        head, grad, *rest = step.storage.zeros(tuple(parameter.shape), parameter.dtype, parameter.device)
+        parts = [Part(tensor, is_scale) for tensor, is_scale in zip(rest, step.storage.scales[1:], strict=True)]
+        t = torch.ones((), dtype=torch.float32, device="cpu")
+        item = Item(step, Layout.of(step.storage, parameter.shape), head, grad, parts, t, 1.0, numbers)
+        for stage in Planner(kernel, [item]).stages():
+            for call in stage.calls:
+                run_at_once(call.operations([head], [grad]))
+    return set(_kernels) != before
+
+
+def kind_of(step: Step, parameter: Tensor) -> tuple[Any, ...]:
+    """Equal for parameters that `prepare` need be called with but once."""
+    shape = () if works_in_blocks(parameter.device) else tuple(parameter.shape)
+    return step, parameter.dtype, parameter.device, shape
+
+
+def compile_in_place(step: Step, **options: Any) -> Callable[..., None]:
+    """Compile a function of several blocks, each with its place: `kernel(blocks, t, places, numbers)`."""
+
+    def kernel(blocks: Sequence[Sequence[Tensor]], t: Tensor, places: Sequence[Place], numbers: Numbers) -> None:
+        for tensors, place in zip(blocks, places, strict=True):
+            step(tensors, t, place, numbers)
+
+    _give_own_code(kernel, step)
+    return torch.compile(kernel, fullgraph=True, options={**GPU_OPTIONS, **GUARDS, **options})
+
+
+def mark_rows(tensor: Tensor) -> None:
+    """Have Dynamo not bake in how many rows and groups there are, only how long a group is."""
+    for dim in range(max(1, tensor.dim() - 1)):
+        torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+@dataclass(frozen=True)
+class WholeKernel:
+    """Steps whole parameters in place, by the kernel for their form, which is compiled when first called."""
+
+    step: Step
+    most_elements: int = CALL_ELEMENTS
+    is_deferred: bool = False
+
+    @property
+    def width(self) -> int:
+        return self.step.storage.group_size
+
+    @property
+    def whole(self) -> WholeStep:
+        def run(tensors: Sequence[Tensor], start: int, t: Tensor, numbers: Numbers) -> None:
+            tensors = [tensor.detach() for tensor in tensors]  # compilers mind what a tensor is a view of
+            for first, block in self.step.storage.blocks(tuple(tensors[0].shape), tensors):
+                self._run(block, t, Place.at(start + first), numbers)
+
+        return run
+
+    def bind(self, block: Block, t: Tensor, numbers: Numbers) -> Bound:
+        def run(head: Tensor, grad: Tensor) -> list[Any]:
+            self._run([block.view(head.detach()), block.view(grad), *block.rest], t, block.place, numbers)
+            return []
+
+        return run
+
+    def _run(self, tensors: Sequence[Tensor], t: Tensor, place: Place, numbers: Numbers) -> None:
+        head, grad = tensors[:2]
+        form = head.dim(), head.shape[-1] if head.dim() > 1 else None, place.table is None
+
+        def compiled() -> Callable[..., None]:
+            for tensor in (*tensors, *(place.table or ())[:2]):
+                mark_rows(tensor)
+            return compile_in_place(self.step)
+
+        _remembered((self.step, grad.dtype, head.device, *form), compiled)([tensors], t, [place], numbers)
+
+
+@dataclass(frozen=True)
+class BoundKernel:
+    """Steps blocks by a C++ function that is called directly."""
+
+    found: bind.Found
+    width: int
+    most_elements: int = CALL_ELEMENTS
+    is_deferred: bool = True
+    whole: WholeStep | None = None
+
+    def bind(self, block: Block, t: Tensor, numbers: Numbers) -> Bound:
+        return self.found.bind(block, t, numbers)
+
+
+def _remembered(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    """What was made for a key in this process; made now if need be. Of many, the least recently used are forgotten."""
+    with _compiling:
+        if key not in _kernels:
+            _kernels[key] = make()
+            if len(_kernels) > MOST_KERNELS:
+                _kernels.popitem(last=False)
+        _kernels.move_to_end(key)
+        return _kernels[key]
+
+
+def _block_kernel(step: Step, grad_dtype: torch.dtype, device: torch.device, numbers: Numbers) -> Kernel:
+    """The bound kernel of a step; failing that, the compiled step; failing that, the step itself."""
+    try:
+        if _permission()[0]:
+            raise bind.NotCompiled("torch.compile is switched off, as TORCH_COMPILE_DISABLE=1 does")
+        _import_inductor()
+        return _bound_kernel(step, grad_dtype, device, numbers)
+    except bind.NotCompiled as error:
+        return _uncompiled(step, error)
+    except bind.Unbound as error:
+        reason = str(error)
+    except Exception as error:
+        return _uncompiled(step, error)
+    try:
+        compiled = _computing(step)
+        given = example.of(step, grad_dtype, device, numbers, step.storage.group_size, example.LARGE)
+        compiled(given.tensors, given.t, given.place, given.numbers)
+    except Exception as error:
+        return _uncompiled(step, error)
+    text = f"the compiled step of {step.rule.name} is called through Dynamo, as {reason}; that takes longer"
+    _tell(f"bound {reason}", text)
+    return ComputedKernel(compiled, step.storage.group_size)
+
+
+def _bound_kernel(step: Step, grad_dtype: torch.dtype, device: torch.device, numbers: Numbers) -> Kernel:
+    for_gcc = gcc.loops_for_gcc()
+    size = step.storage.group_size
+    width = size * gcc.groups_per_row(size) if for_gcc else size
+    written = replace(step, for_gcc=bool(for_gcc))
+    noting = bind.Noting({**CPU_OPTIONS, **(for_gcc or gcc.wide_vectors())})
+
+    def kernel(tensors: Sequence[Tensor], t: Tensor, place: Place, numbers: Numbers) -> None:
+        written(tensors, t, place, numbers)
+
+    _give_own_code(kernel, step)
+    compiled = torch.compile(kernel, backend=noting, fullgraph=True, options=GUARDS)
+    given = example.of(written, grad_dtype, device, numbers, width, example.SMALL if for_gcc else example.LARGE)
+    found = bind.find(compiled, noting, given.sizes, given.tensors, given.t, given.place, given.numbers)
+    example.check(compiled, found, written, grad_dtype, device, numbers, width)
+    return BoundKernel(found, width)
+
+
+def _computing(step: Step) -> Callable[..., Sequence[Tensor]]:
+    """The compiled function that gives the new parts of a block."""
+
+    def kernel(tensors: Sequence[Tensor], t: Tensor, place: Place, numbers: Numbers) -> Sequence[Tensor]:
+        return step.compute(tensors, t, place, numbers)[0]
+
+    _give_own_code(kernel, step)
+    compiled = torch.compile(kernel, fullgraph=True, options={**CPU_OPTIONS, **GUARDS})
+
+    def compute(tensors: Sequence[Tensor], t: Tensor, place: Place, numbers: Numbers) -> Sequence[Tensor]:
+        # Copies in one long row: Dynamo tells views, strides and single rows apart, and would compile for each.
+        row = [tensor.reshape(1, -1, tensor.shape[-1]).clone() for tensor in tensors]
+        table = place.table
+        assert table is not None
+        groups = (table.rows + table.groups).reshape(-1, table.groups.shape[-1])
+        for tensor in (*row, groups):
+            mark_rows(tensor)
+        one_row = Place(place.start, Table(torch.zeros_like(table.rows[:1]), groups, table.lanes))
+        parts = compiled(row, t, one_row, numbers)
+        head, _, *rest = tensors
+        return [part.view(old.shape) for part, old in zip(parts, (head, *rest), strict=True)]
+
+    return compute
+
+
+def _uncompiled(step: Step, error: Exception) -> Kernel:
+    cause: BaseException = error
+    while (inner := getattr(cause, "inner_exception", None) or cause.__cause__) is not None:
+        cause = inner
+    lines = str(cause).strip().splitlines() or [""]
+    text = "torch.compile cannot be used here ({}: {}); steps run eagerly, with the same results, some 30 times slower"
+    _tell(f"compiled {type(cause).__name__}", text.format(type(cause).__name__, lines[0].rstrip(".:")))
+    return eager(step)
+
+
+def _permission() -> tuple[Any, ...]:
+    """Whether torch may compile: what was decided for one answer is not for another."""
+    dynamo = importlib.import_module("torch._dynamo")
+    stance = getattr(getattr(dynamo.eval_frame, "_stance", None), "stance", None)
+    return getattr(dynamo.config, "disable", False), stance
+
+
+@cache
+def _import_inductor() -> None:
+    """Import what compiling needs. It warns of its own deprecated parts, which `python -W error` would make fatal."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("torch._inductor.compile_fx")
+
+
+def _tell(topic: str, text: str) -> None:
+    """Warn of a topic, once in a process."""
+    if topic not in _told:
+        _told.add(topic)
+        warnings.warn(f"flashopt_compile: {text}.", RuntimeWarning, stacklevel=2)
+
+
+def _give_own_code(kernel: FunctionType, step: Step) -> None:
+    """Dynamo counts graphs, and gives up at eight, per code object: each kernel gets one of its own."""
+    code: CodeType = kernel.__code__
+    kernel.__code__ = code.replace(co_name=f"{step.rule.name}_step_{next(_numbers_of_kernels)}")

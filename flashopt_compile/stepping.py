@@ -1,0 +1,258 @@
+"""Between an optimizer and its plan: what a step is given, whether it may be taken, and a new plan when one is due."""
+
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from operator import itemgetter
+from types import NoneType
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from flashopt_compile.distributed import shards
+from flashopt_compile.engine.kernel import Kernel, eager
+from flashopt_compile.engine.layout import Layout, Part
+from flashopt_compile.engine.numbers import as_numbers
+from flashopt_compile.engine.plan import Given, Options, Plan, Work
+from flashopt_compile.engine.step import Numbers, Step
+from flashopt_compile.engine.step import trace as trace_step
+from flashopt_compile.engine.storage import Storage
+from flashopt_compile.inductor import compile as inductor
+from flashopt_compile.inspection import numerics
+from flashopt_compile.options import (
+    STORAGE_OPTIONS,
+    check_dtype,
+    check_gradient,
+    check_options,
+    check_parameter,
+    check_state,
+)
+from flashopt_compile.rule import Rule
+
+Group = dict[str, Any]
+PLAIN = {Tensor, torch.nn.Parameter}  # what parameters are unless they are sharded
+_fixed_of = itemgetter(*STORAGE_OPTIONS)
+
+
+class Stepped(Protocol):
+    """What stepping needs to know of an optimizer."""
+
+    param_groups: list[Group]
+    state: Any
+    eager: bool
+    plan: Plan | None
+    dtypes: dict[Tensor, torch.dtype]
+    hyper: ClassVar[dict[str, Any]]
+
+    @classmethod
+    def rule_of(cls, group: Group) -> Rule: ...
+
+    def storage(self, group: Group, parameter: Tensor) -> Storage: ...
+
+    def new_state(self, group: Group, parameter: Tensor) -> dict[str, Any]: ...
+
+
+class Trained(NamedTuple):
+    """A parameter to be trained: its group, name and state."""
+
+    group: Group
+    name: str
+    parameter: Tensor
+    state: dict[str, Any]
+
+
+def is_trained(parameter: Tensor) -> bool:
+    """Whether it may be stepped; all others are left alone, whatever they are."""
+    return parameter.requires_grad or parameter.grad is not None
+
+
+def trained(optimizer: Stepped, make: bool = True) -> Iterator[Trained]:
+    """Every parameter to be trained, its state made if need be."""
+    for number, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names") or [f"{number}.{position}" for position in range(len(group["params"]))]
+        for name, parameter in zip(names, group["params"], strict=True):
+            if is_trained(parameter):
+                if make and not optimizer.state.get(parameter):
+                    check_parameter(type(optimizer).__name__, name, parameter)
+                    optimizer.state[parameter] = optimizer.new_state(group, parameter)
+                yield Trained(group, name, parameter, optimizer.state.get(parameter, {}))
+
+
+def gradient(parameter: Tensor) -> Tensor:
+    """This rank's gradient, detached. The parameter must have one."""
+    grad = shards.part_of(parameter.grad, parameter) if shards.is_sharded(parameter) else parameter.grad
+    assert grad is not None
+    return grad.detach() if grad.requires_grad else grad
+
+
+def checked_hyper_of(optimizer: type[Stepped], group: Group) -> dict[str, Any]:
+    """`hyper_of` a group whose options may have changed."""
+    check_options(optimizer.__name__, group, optimizer.hyper)
+    return hyper_of(optimizer, group)
+
+
+def hyper_of(optimizer: type[Stepped], group: Group) -> dict[str, Any]:
+    """A group's hyper-parameters as its rule takes them."""
+    hyper = {name: group[name] for name, _ in optimizer.rule_of(group).hyper}
+    if group["decouple_lr"] and "weight_decay" in hyper and group["initial_lr"]:
+        hyper["weight_decay"] = hyper["weight_decay"] / group["initial_lr"]
+    return hyper
+
+
+def step_of(optimizer: Stepped, group: Group, parameter: Tensor) -> Step:
+    return Step(optimizer.rule_of(group), optimizer.storage(group, parameter), group["rounding"], group["maximize"])
+
+
+def tensors_of(storage: Storage, parameter: Tensor, grad: Tensor, state: dict[str, Any]) -> list[Tensor]:
+    """Head, gradient and the rest in the storage's order, apart from autograd, which minds views of a leaf."""
+    head = shards.local(parameter).detach()
+    return [head, grad, *(shards.local(state[key]) for key in storage.parts(tuple(head.shape)))]
+
+
+def take(optimizer: Stepped) -> None:
+    """Step by the plan, or by a new one if it no longer holds."""
+    given, options = _given(optimizer), [_options(optimizer, group) for group in optimizer.param_groups]
+    is_asked = any(group["skip_nonfinite"] or group["check_numerics"] for group in optimizer.param_groups)
+    may_step = partial(_may_step, optimizer) if is_asked else None
+    if optimizer.plan is not None and optimizer.plan.take(given, options, may_step):
+        return
+    optimizer.plan = None  # what it holds is free for the next one
+    with torch.inference_mode(False), torch.no_grad():  # what is made here outlives a mode that the step is in
+        work = [each for each in trained(optimizer) if each.parameter.grad is not None]
+        _check(optimizer, work)
+        if not work:
+            return
+        plan = _new_plan(optimizer, work, options)
+    optimizer.plan = plan if plan.take(_given(optimizer), options, may_step) else None
+
+
+def _given(optimizer: Stepped) -> Given:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    grads: list[Any] = [parameter.grad for parameter in parameters]
+    kinds = list(map(type, grads))
+    heads, stored = parameters, [tensor for state in optimizer.state.values() for tensor in state.values()]
+    if NoneType in kinds:
+        heads = [head for head, grad in zip(parameters, grads, strict=True) if grad is not None]
+        grads = [grad for grad in grads if grad is not None]
+    if not PLAIN.issuperset(map(type, parameters)) and shards.any_sharded(parameters):
+        grads = list(map(gradient, heads))
+        heads, stored = list(map(shards.local, heads)), list(map(shards.local, stored))
+    return Given(parameters, kinds, heads, grads, stored)
+
+
+def _options(optimizer: Stepped, group: Group) -> Options:
+    rule = optimizer.rule_of(group)
+    values = tuple(group[name] for name, _ in rule.hyper)
+    if group["decouple_lr"]:
+        values = *values, group.get("initial_lr")
+    return Options((rule, *_fixed_of(group)), values, partial(checked_hyper_of, type(optimizer), group))
+
+
+def _check(optimizer: Stepped, work: list[Trained]) -> None:
+    """Raise if anything is wrong with what a step is given; nothing has changed then."""
+    owner = type(optimizer).__name__
+    for group in optimizer.param_groups:
+        check_options(owner, group, optimizer.hyper)
+    for group, name, parameter, state in work:
+        check_parameter(owner, name, parameter)
+        check_gradient(owner, name, parameter)
+        check_dtype(owner, name, parameter, optimizer.dtypes.setdefault(parameter, parameter.dtype))
+        check_state(owner, name, state, optimizer.storage(group, parameter).parts(tuple(parameter.shape)))
+
+
+def _may_step(optimizer: Stepped) -> bool:
+    """Whether no gradient forbids a step; raise NumericsError if a group would lose its updates."""
+    if _is_skipped(optimizer):
+        return False
+    for group, name, parameter, state in trained(optimizer):
+        if group["check_numerics"] and parameter.grad is not None:
+            step, numbers = step_of(optimizer, group, parameter), as_numbers(hyper_of(type(optimizer), group))
+            tensors = tensors_of(step.storage, parameter, gradient(parameter), state)
+            numerics.check_numerics(name, step, tensors, state["step"] + 1, numbers)
+    return True
+
+
+def _is_skipped(optimizer: Stepped) -> bool:
+    """Whether a group with `skip_nonfinite` has a gradient that is not finite, on any process."""
+    asking = [
+        parameter
+        for group in optimizer.param_groups
+        if group["skip_nonfinite"]
+        for parameter in group["params"]
+        if parameter.grad is not None
+    ]
+    return bool(asking) and shards.any_process(numerics.has_nonfinite(list(map(gradient, asking))), asking)
+
+
+def _new_plan(optimizer: Stepped, work: list[Trained], options: list[Options]) -> Plan:
+    """Work out how to step."""
+    positions = {id(group): position for position, group in enumerate(optimizer.param_groups)}
+    items = []
+    for group, _, parameter, state in work:
+        step, own = step_of(optimizer, group, parameter), shards.local(parameter)
+        keys = step.storage.parts(tuple(own.shape))
+        parts = [
+            Part(_contiguous(shards.local(state[key])), is_scale)
+            for key, is_scale in zip(keys, step.storage.scales[1:], strict=True)
+        ]
+        places = shards.start(parameter), shards.row_starts(parameter, step.storage)
+        layout = Layout.of(step.storage, own.shape, *places)
+        items.append(Work(state["step"], parts, layout, step, positions[id(group)]))
+    return Plan(_given(optimizer), options, items, _uncompiled if optimizer.eager else inductor.kernel)
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    """The tensor itself, its memory put in order if need be: a user may have replaced it."""
+    if not tensor.is_contiguous():
+        tensor.data = tensor.contiguous()
+    return tensor
+
+
+def _uncompiled(step: Step, *_: Any) -> Kernel:
+    return eager(step)
+
+
+def trace(optimizer: Stepped) -> None:
+    """Step inside a graph that the caller is compiling."""
+    work = [each for each in trained(optimizer) if each.parameter.grad is not None]
+    owner = type(optimizer).__name__
+    for _, name, parameter, _ in work:
+        check_gradient(owner, name, parameter)
+    if not work or _is_skipped(optimizer):
+        return
+    numbers = {id(group): as_numbers(hyper_of(type(optimizer), group)) for group in optimizer.param_groups}
+    for group, name, parameter, state in work:
+        step = step_of(optimizer, group, parameter)
+        check_state(owner, name, state, step.storage.parts(tuple(parameter.shape)))
+        state["step"] += 1
+        tensors = tensors_of(step.storage, parameter, gradient(parameter), state)
+        places = shards.start(parameter), shards.positions(parameter, parameter.dim())
+        trace_step(step, tensors, *places, state["step"], numbers[id(group)])
+
+
+def samples(optimizer: Stepped, group: Group) -> Iterator[tuple[Step, list[Tensor], Tensor, Numbers]]:
+    """The parameters of a group that have a state, each as its step takes it; without a gradient, one of zeros."""
+    numbers = as_numbers(hyper_of(type(optimizer), group))
+    for owner, _, parameter, state in trained(optimizer, make=False):
+        if owner is group and state:
+            step = step_of(optimizer, group, parameter)
+            own = shards.local(parameter)
+            grad = torch.zeros_like(own) if parameter.grad is None else gradient(parameter)
+            yield step, tensors_of(step.storage, parameter, grad, state), state["step"], numbers
+
+
+def warmup(optimizer: Stepped, verbose: bool) -> None:
+    """Compile what the first step would compile, for gradients of the parameters' dtypes."""
+    kinds: dict[Any, tuple[Step, Group, Tensor]] = {}
+    for group, _, parameter, _ in trained(optimizer, make=False):
+        step, own = step_of(optimizer, group, parameter), shards.local(parameter)
+        if own.numel():
+            kinds[inductor.kind_of(step, own)] = step, group, own
+    for number, (step, group, parameter) in enumerate(kinds.values(), start=1):
+        begin = time.perf_counter()
+        numbers = as_numbers(hyper_of(type(optimizer), group))
+        if inductor.prepare(step, parameter, numbers) and verbose:
+            took = f"{time.perf_counter() - begin:.1f} s"
+            print(f"{type(optimizer).__name__}: compiled {number} of {len(kinds)}, {step}: {took}", file=sys.stderr)
