@@ -1,15 +1,17 @@
-"""python -m bench [speed|formats] [--quick] [--out DIR]: what `make bench` runs; both without a name."""
+"""python -m bench [speed|layouts|formats] [--quick] [--out DIR]: what `make bench` runs; all without a name."""
 
 import argparse
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import formats, speed
+from bench import formats, layouts, speed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", nargs="?", choices=("speed", "formats", "all"), default="all", help="(%(default)s)")
+    parser.add_argument(
+        "what", nargs="?", choices=("speed", "layouts", "formats", "all"), default="all", help="(%(default)s)"
+    )
     parser.add_argument("--quick", action="store_true", help="speed on small sizes in two rounds, as a smoke test")
     parser.add_argument("--out", type=Path, help="the folder for speed's figures and picture")
 
@@ -17,6 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     if options.what in ("speed", "all"):
         speed.main(options.quick, options.out)
+    if options.what in ("layouts", "all"):
+        layouts.main(options.quick)
     if options.what in ("formats", "all"):
         # A goal that is missed is a figure like others here; `python -m bench.formats` exits with 1 on it.
         with contextlib.suppress(SystemExit):

@@ -19,7 +19,7 @@ from torch import Tensor
 EXPONENT = 0x7F800000
 SIZE = 0x7FFFFFFF
 SIGN = -(2**31)
-# Of noise: for weights, as many as fp32 has behind a code of 8 bits; for states, whose codes come back from fp32
+# Bits of noise: for weights, as many as fp32 has behind a code of 8 bits; for states, whose codes come back from fp32
 # arithmetic off by up to 8e-5, so few that it rounds them to what they were.
 WEIGHT_NOISE_BITS = 14
 STATE_NOISE_BITS = 12

@@ -94,7 +94,7 @@ def test_ratio_is_that_of_the_minima_of_interleaved_rounds(monkeypatch: pytest.M
 
 
 def test_growth_is_the_largest_time_per_element_over_the_smallest(monkeypatch: pytest.MonkeyPatch):
-    """Of the first step of each turn; the others have a row without a goal."""
+    """The first step of each turn counts; the others have a row without a goal."""
     monkeypatch.setattr(speed, "STEPS_AFTER_THE_FIRST", 2)
     # 6 ms for 2^13 elements and 8 for 2^15; then 2 and 8
     times = iter([7.0, 4.0, 3.0, 8.0, 8.0, 9.0, 6.0, 2.0, 3.0, 8.0, 9.0, 9.0])

@@ -150,7 +150,7 @@ needs_gcc = pytest.mark.skipif(not gcc.loops_for_gcc(), reason="gcc on Linux alo
 
 
 def check_eager_bits(kind: Any, options: dict[str, Any], dtype: torch.dtype = BF16) -> None:
-    """Of parameters whose groups make pairs and ones whose do not, in rows that end in short groups too."""
+    """Parameters whose groups make pairs, ones whose do not, and rows that end in short groups."""
     shapes = [(64, 64), (33, 32), (40, 75)]
     ours, theirs = (kind(parameters(shapes, dtype), lr=0.05, eager=eager, **options) for eager in (False, True))
     for number in range(3):

@@ -66,7 +66,7 @@ def test_tied_weights_learn_as_with_torch():
     def losses(make: Callable[..., torch.optim.Optimizer]) -> list[float]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
-        first, second = (layer.weight for layer in model.children())
+        first, second = model.parameters()
         second.data = first.data
         x, found = torch.randn(32, 64), []
         optimizer = make(model.parameters(), lr=1e-2)

@@ -141,7 +141,7 @@ SOURCES: dict[str, Callable[[Row], dict[str, Any]]] = {
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("row", [TABLE[0], TABLE[4]], ids=lambda row: row.name)
 def test_spoiled_dicts_load_soundly_or_change_nothing(row: Row, source: str):
-    """Of 125 each: one sentence and no change; or, if what was spoiled does not matter, a state that steps."""
+    """125 of each kind give one sentence and no change or, if the spoiled part does not matter, a state that steps."""
     good = copy.deepcopy(SOURCES[source](row))
     choice = random.Random(3)
     refused = 0

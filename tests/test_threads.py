@@ -179,7 +179,7 @@ def compiled_training() -> Callable[[], None]:
 
 
 def eager_steps() -> Callable[[], None]:
-    """Of one of our own optimizers, uncompiled: whatever compiling changes in the process is not for it."""
+    """An optimizer of ours, uncompiled, is not affected by what compiling changes in the process."""
 
     def course() -> list[Tensor]:
         return stored(train(FlashAdamW(parameters([(33, 40), (64, 64)]), eager=True), range(3)))

@@ -191,7 +191,7 @@ def new_weights(shapes: Sequence[str], dtypes: Sequence[torch.dtype], seed: int)
 
 
 def frozen_weights() -> list[Parameter]:
-    """Of dtypes that no optimizer steps, as the base of a quantized model has."""
+    """Frozen weights of dtypes that no optimizer steps, as the base of a quantized model has."""
     values = [torch.arange(6, dtype=torch.uint8), torch.ones(3, dtype=torch.float64)]
     return [Parameter(value, requires_grad=False) for value in values]
 
@@ -312,7 +312,7 @@ def with_option(name: str, value: Any) -> Callable[[Side, Tensor], Callable[[], 
 
 
 def with_state(change: Callable[[dict[str, Any], str], Any]) -> Callable[[Side, Tensor], Callable[[], None]]:
-    """Of the last of a weight's states; an optimizer may move states, so that undoing puts the old tensor back."""
+    """Change the last of a weight's states. An optimizer may move states, so undoing puts the old tensor back."""
 
     def disturb(side: Side, w: Tensor) -> Callable[[], None]:
         state = side.optimizer.state[w]

@@ -20,7 +20,7 @@ from flashopt_compile.kernels.targets import Target, target_of
 from flashopt_compile.rule import Rule
 
 Block = list[Tensor]
-# Of one graph input: which tensor it is of all that were given, or which of its sizes or strides.
+# Where a graph input comes from: which of the given tensors, or which of its sizes or strides.
 Origin = tuple[str, int, int]
 
 

@@ -50,7 +50,7 @@ def check_parameter(emitted: Emitted, tensors: Sequence[Tensor], shape: tuple[in
 
 
 def _forms(emitted: Emitted, shape: tuple[int, ...]) -> list[tuple[int, int | None]]:
-    """Of each block its number of dims, and the length of its rows where that is baked into the code."""
+    """The number of dims of each block, and the length of its rows where that is baked into the code."""
     blocks, _ = blocks_of(emitted.step, [emitted.step.storage.zeros(shape, emitted.grad_dtype, "meta")])
     return [(head.dim(), head.shape[-1] if head.dim() > 1 else None) for head, *_ in blocks]
 

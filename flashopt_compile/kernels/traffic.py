@@ -13,7 +13,7 @@ from flashopt_compile.kernels.emit import Emitted, arguments
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of one step; bytes per element."""
+    """What one step moves, in bytes per element."""
 
     launches: int
     temporaries: int
