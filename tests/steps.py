@@ -278,6 +278,8 @@ class Steps(RuleBasedStateMachine):
             self.forget()
             self.plainly(self.reference.optimizer.step)
             w.grad = None
+        for w, grad in zip(self.reference.weights, grads, strict=True):
+            w.grad = grad
         for side in (self.compiled, self.reference):
             side.weights[other].data = side.weights[other].data.clone()
         self.tally.steps += 1
