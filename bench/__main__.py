@@ -1,4 +1,4 @@
-"""python -m bench [speed|layouts|formats] [--quick] [--out DIR]: what `make bench` runs; all without a name."""
+"""python -m bench [speed|layouts|formats] [--quick] [--out DIR]. `make bench` runs it; the default is all three."""
 
 import argparse
 import contextlib
@@ -22,7 +22,7 @@ def run(options: argparse.Namespace) -> None:
     if options.what in ("layouts", "all"):
         layouts.main(options.quick)
     if options.what in ("formats", "all"):
-        # A goal that is missed is a figure like others here; `python -m bench.formats` exits with 1 on it.
+        # Only `python -m bench.formats` exits with 1 on a missed goal.
         with contextlib.suppress(SystemExit):
             formats.main()
 

@@ -1,4 +1,4 @@
-"""docs/bounds.md and its picture, from the findings of `bench.proof`."""
+"""Write docs/bounds.md and its picture from the findings of `bench.proof`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,12 +18,12 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 
 class Curve(NamedTuple):
-    """How a format is drawn: ours in the colours of Okabe and Ito, which colour-blind readers tell apart."""
+    """How to draw a format. Ours use Okabe and Ito's colours, which colour-blind readers can tell apart."""
 
     color: str
     style: str = "-"
     width: float = 2.6
-    label_at: tuple[float, float] | None = None  # exponent and error where its name stands
+    label_at: tuple[float, float] | None = None  # exponent and error at which to write the name
 
 
 CURVES = {
@@ -92,19 +92,19 @@ def title(found: Findings) -> str:
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """A table whose first `left` columns are text and the others figures."""
+    """A Markdown table. The first `left` columns are text, the others figures."""
     rule = ["---"] * left + ["---:"] * (len(header) - left)
     return "\n".join(f"| {' | '.join(row)} |" for row in (header, rule, *rows))
 
 
 def derived_in_ulps(found: Findings) -> float:
-    """The bound of the worst case, an input whose fp32 ulp is the largest share of its head's."""
+    """The bound in the worst case: an input whose fp32 ulp is the largest fraction of its head's ulp."""
     share = torch.finfo(torch.float32).eps / torch.finfo(found.format.head).eps
     return split_bound(found.format).number(ulp_head=1.0, ulp_fp32=share)
 
 
 def in_fp16_range() -> float:
-    """The share of finite fp32 values between fp16's least normal one and where it overflows."""
+    """The share of finite fp32 values between fp16's smallest normal value and its overflow."""
     ends = torch.tensor([torch.finfo(torch.float16).smallest_normal, 65520.0]).view(torch.int32)
     return (ends[1] - ends[0]).item() / (255 * 2**23)
 
@@ -170,7 +170,7 @@ def write_page(findings: Sequence[Findings], others: dict[str, Relative], docs: 
 
 
 def draw(found: dict[str, Relative], path: Path) -> None:
-    """Worst relative error by exponent above; below, where every value of a binade comes back exactly."""
+    """Draw the worst relative error by exponent and, below it, the binades that come back exactly."""
     plt.rcParams.update({"font.size": 12})
     figure, (above, below) = plt.subplots(
         2, 1, sharex=True, figsize=(11, 7.4), height_ratios=(4, 1.3), layout="constrained"
@@ -207,7 +207,7 @@ def draw_errors(axes: Axes, name: str, curve: Curve, found: Relative) -> None:
 
 
 def draw_overflow(axes: Axes, exponent: int) -> None:
-    """A mark where the range of a head ends: above, it is ±Inf."""
+    """Mark the exponent at which a head overflows to ±Inf."""
     axes.plot([exponent, exponent], [1e-8, 8e-7], color="#909090", linewidth=1, linestyle=":")
     axes.text(exponent + 2, 4.5e-7, "fp16 heads overflow at 65520", color="#606060", va="center", fontsize=11)
 

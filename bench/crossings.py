@@ -1,4 +1,4 @@
-"""How often a step goes from one file of ours to another: `python -m bench.crossings`."""
+"""Count how often a step crosses from one of our files to another: `python -m bench.crossings`."""
 
 import sys
 from pathlib import Path
@@ -14,7 +14,7 @@ ROOT = Path(flashopt_compile.__file__).parent.parent
 
 
 def crossings(optimizer: FlashAdamW) -> list[str]:
-    """The files that one step passes through, in order, each named when it is entered from another."""
+    """The files that one step passes through, in order; a file is listed each time it is entered from another."""
     way: list[str] = []
 
     def note(frame: FrameType, event: str, _: Any) -> None:
@@ -45,7 +45,7 @@ def main() -> None:
                 parameter.grad = torch.randn_like(parameter)
             optimizer = FlashAdamW(parameters, eager=eager)
             if not eager:
-                optimizer.warmup(verbose=False)  # compiling goes through all of torch
+                optimizer.warmup(verbose=False)  # compile outside the traced step
             first, later = crossings(optimizer), crossings(optimizer)
             kind = "eager" if eager else "compiled"
             print(f"{kind:9s}{name:20s}first step {len(first):4d}   later {len(later):3d}: {' → '.join(later)}")

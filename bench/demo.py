@@ -5,7 +5,7 @@ python -m bench.demo [--steps 300] [--seeds 1] [--out demo.png] [--checkpoint de
 
 import os
 
-# Threads that wait do not spin: on a busy machine spinning takes the core from the thread that is waited for.
+# Waiting threads must not spin: on a busy machine they would take the core from the thread they wait for.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import argparse
@@ -25,7 +25,7 @@ from bench.transformer import Plan, held_out_loss, multiplies_bf16, new_model, s
 from flashopt_compile import FlashAdamW, save
 
 BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps, {elapsed}{postfix}"
-LAST = 20  # steps whose mean is the final loss
+LAST = 20  # the final loss is the mean over this many steps
 PARTS = ("weight", "weight tail", "gradient", "first moment", "second moment", "scales")
 # The optimizers' own names for their tensors, and the part each belongs to; step counts are a few bytes.
 PART_OF = {
@@ -38,7 +38,7 @@ PART_OF = {
 
 @dataclass
 class Run:
-    """What one training gave."""
+    """The results of one training."""
 
     losses: list[float] = field(default_factory=list)
     optimizer_seconds: list[float] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Contender:
-    """An optimizer of the comparison and the dtype its model is kept in."""
+    """An optimizer to compare, and the dtype of its model."""
 
     name: str
     optimizer: type[torch.optim.Optimizer]
@@ -67,7 +67,7 @@ CONTENDERS = (
 
 
 def bytes_by_tensor(optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Bytes that exist now for weights, gradients and each kind of state."""
+    """Bytes currently allocated for weights, gradients and each kind of state."""
     if isinstance(optimizer, FlashAdamW):
         return optimizer.memory()["parts"]
     counted: dict[str, int] = {}
@@ -88,7 +88,7 @@ def bytes_per_parameter(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
 
 def run(contender: Contender, plan: Plan, seed: int, checkpoint: Path | None = None) -> Run:
-    """Train with one optimizer from one seed, showing progress; write what it came to, if asked to."""
+    """Train with one optimizer from one seed, showing progress. Save the result to `checkpoint`, if given."""
     result = Run()
     begin = time.perf_counter()
     model = new_model(plan.shape, seed).to(contender.dtype)
@@ -111,13 +111,13 @@ def run(contender: Contender, plan: Plan, seed: int, checkpoint: Path | None = N
 
 
 def figure(values: Sequence[float], digits: int) -> str:
-    """The mean and, of several values, their standard deviation."""
+    """The mean and, for several values, their standard deviation."""
     spread = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{fmean(values):.{digits}f}{spread}"
 
 
 def table(runs: dict[str, list[Run]]) -> str:
-    """What both optimizers gave, side by side."""
+    """The results of both optimizers, side by side."""
     columns = list(runs.values())
     rows: list[tuple[str, ...]] = [
         ("", *runs),
@@ -140,7 +140,7 @@ def table(runs: dict[str, list[Run]]) -> str:
 
 
 def verdict(runs: dict[str, list[Run]]) -> str:
-    """What to expect of the losses, and how they differ here."""
+    """How far the held-out losses differ, and how far they may."""
     exact, ours = ([r.held_out for r in each] for each in runs.values())
     apart = fmean(ours) - fmean(exact)
     text = f"Held-out losses differ by {apart:+.4f} nats per byte."

@@ -1,4 +1,4 @@
-"""The demo's picture: two loss curves with their difference, and what a parameter costs in bytes."""
+"""The demo's picture: two loss curves, their difference, and the bytes per parameter."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,26 +10,26 @@ from matplotlib.axes import Axes
 
 matplotlib.use("Agg")
 
-# After Okabe and Ito: apart for every kind of colour vision, and dark text reads on those of the parts.
+# After Okabe and Ito: distinct for every kind of colour vision. Dark text is legible on PART_COLOURS.
 CURVE_COLOURS = ("#0072B2", "#D55E00")
 PART_COLOURS = ("#56B4E9", "#A6D8F3", "#C4C4C4", "#4DBB9D", "#E69F00", "#F0E442")
 INK = "#222222"
 SMOOTHED_STEPS = 15
 WIDTH = 0.8  # of a bar
-THIN = 0.4  # bytes: a bar's part under this is labelled beside it
+THIN = 0.4  # bytes: smaller parts are labelled beside the bar
 
 Losses = Mapping[str, Sequence[Sequence[float]]]
 Bytes = Mapping[str, Mapping[str, float]]
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """The centred mean of SMOOTHED_STEPS values, of fewer at the ends."""
+    """The centred mean of SMOOTHED_STEPS values; fewer at the ends."""
     window = np.ones(SMOOTHED_STEPS)
     return np.convolve(values, window, "same") / np.convolve(np.ones_like(values), window, "same")
 
 
 def draw_losses(axes: Axes, losses: Losses) -> None:
-    """For each optimizer the loss of every seed, faint, and the smoothed mean over them."""
+    """Draw for each optimizer the loss of every seed, faint, and their smoothed mean."""
     widths, dashes = (3.0, 1.6), ("-", (0, (4, 2)))
     for (name, runs), colour, width, dash in zip(losses.items(), CURVE_COLOURS, widths, dashes, strict=True):
         steps = np.arange(1, len(runs[0]) + 1)
@@ -43,7 +43,7 @@ def draw_losses(axes: Axes, losses: Losses) -> None:
 
 
 def draw_difference(axes: Axes, losses: Losses) -> None:
-    """By how much the second optimizer's loss is above the first's on each batch."""
+    """Draw the second optimizer's loss minus the first's for each batch."""
     exact, ours = (np.array(runs) for runs in losses.values())
     steps = np.arange(1, exact.shape[1] + 1)
     for difference in ours - exact:
@@ -56,7 +56,7 @@ def draw_difference(axes: Axes, losses: Losses) -> None:
 
 
 def draw_bytes(axes: Axes, sizes: Bytes) -> None:
-    """One stacked bar for each optimizer, every part labelled with its bytes."""
+    """Draw one stacked bar for each optimizer. Every part is labelled with its bytes."""
     for place, parts in enumerate(sizes.values()):
         bottom = 0.0
         for (part, size), colour in zip(parts.items(), PART_COLOURS, strict=True):

@@ -1,4 +1,4 @@
-"""What the exhaustive proof found of one format: `bench.proof` fills it in, `bench.bounds_page` shows it."""
+"""The exhaustive proof's findings for one format. `bench.proof` fills them in, `bench.bounds_page` shows them."""
 
 from dataclasses import dataclass, field
 
@@ -21,9 +21,9 @@ Relative = dict[int, float]  # exponent of |w| → worst relative error
 
 @dataclass
 class Findings:
-    """Counts and maxima so far; `examples` names the first offender of each check, by its bits.
+    """Counts and maxima so far. `examples` holds the bits of the first input that failed each check.
 
-    `tightness` is the largest share of the bound in its own binade that an error came to.
+    `tightness` is the largest ratio of an error to the bound of its own binade.
     """
 
     format: Split

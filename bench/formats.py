@@ -1,4 +1,4 @@
-"""The error of companded groups on data like an optimizer's: bf16 against fp16 scales, and every compander.
+"""Compare the errors of companded groups on optimizer-like data: bf16 with fp16 scales, and every compander.
 
 python -m bench.formats
 """
@@ -20,7 +20,7 @@ LEAST, MOST = 1e-12, 1e6
 
 
 def log_normal_groups(random: torch.Generator) -> Tensor:
-    """Groups of signed log-normal values (σ = 1), log-uniform in their magnitude from LEAST to MOST."""
+    """Groups of signed log-normal values (σ = 1). Magnitudes are log-uniform from LEAST to MOST."""
     bend = torch.randn(GROUP_COUNT, 32, generator=random, dtype=torch.float64).exp()
     sign = torch.randint(0, 2, bend.shape, generator=random) * 2 - 1
     ends = torch.tensor([LEAST, MOST], dtype=torch.float64).log()
@@ -31,20 +31,20 @@ def log_normal_groups(random: torch.Generator) -> Tensor:
 
 
 def with_fp16_scales(format: Grouped, x: Tensor) -> Tensor:
-    """`x` through the same codes with scales as published: max |x|, rounded to the nearest fp16."""
+    """`x` encoded and decoded with the published scales: max |x|, rounded to the nearest fp16."""
     scale = x.abs().amax(-1, keepdim=True)
     codes = format.compander.compressor(format.levels)(x, scale).round()
     return format.compander.expander(format.levels)(codes, scale.to(torch.float16).to(torch.float32))
 
 
 def group_errors(x: Tensor, decoded: Tensor) -> Tensor:
-    """max |error| / max |x| of each group; 1 where the group comes back as NaN, Inf or nothing."""
+    """max |error| / max |x| of each group; 1 if the group decodes to NaN, Inf or 0."""
     error = (decoded.double() - x.double()).abs().amax(-1) / x.double().abs().amax(-1)
     return torch.where(error < 1, error, 1.0)
 
 
 def scale_regimes(x: Tensor) -> dict[str, Tensor]:
-    """Which groups have a scale that is lost, coarse, normal or too large in fp16."""
+    """Masks of the groups whose scale is zero, subnormal, normal or infinite in fp16."""
     scale = x.abs().amax(-1).to(torch.float16)
     normal = torch.finfo(torch.float16).smallest_normal
     return {
@@ -57,7 +57,7 @@ def scale_regimes(x: Tensor) -> dict[str, Tensor]:
 
 
 def compare_scales(format: Grouped, x: Tensor) -> float:
-    """Print the mean error per group with either kind of scale; how many times lower ours is."""
+    """Print the mean error per group with either kind of scale. Return how many times lower ours is."""
     published = group_errors(x, with_fp16_scales(format, x))
     ours = group_errors(x, format.decode(*format.encode(x)))
     print(f"\n  {format.compander.name + ', int8':<22}{'share':>9}{'fp16, nearest':>16}{'bf16, rounded up':>19}")

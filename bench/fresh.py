@@ -1,4 +1,4 @@
-"""What only a fresh process can tell `bench.speed`: how long its first step takes, and what memory a step adds.
+"""Measurements for `bench.speed` that need a fresh process: the time of the first step, and a step's extra memory.
 
 python -m bench.fresh first-step CONVOLUTIONS | memory ROWS COLUMNS
 """
@@ -25,7 +25,7 @@ MEASURED_STEPS = 3
 
 
 def chosen_device() -> torch.device:
-    """A CUDA or XPU GPU where there is one, or else the CPU."""
+    """A CUDA or XPU GPU if there is one, else the CPU."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return found if found is not None and found.type in ("cuda", "xpu") else torch.device("cpu")
 
@@ -36,7 +36,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def first_step_seconds(convolutions: int) -> float:
-    """The first step of FlashAdamW on a small ResNet, compilation included, imports not."""
+    """The time of FlashAdamW's first step on a small ResNet, with compilation, without imports."""
     device = chosen_device()
     runner = OUR_ADAMW.build(resnet_shapes(convolutions), device)
     runner.renew()
@@ -53,7 +53,7 @@ def status_bytes(key: str) -> int:
 
 
 def extra_bytes(step: Callable[[], object], device: torch.device) -> int | None:
-    """By how much memory rises, at its highest, during some steps; None where the system does not tell."""
+    """The peak rise of memory during a few steps; None if the system cannot tell."""
     gc.collect()
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats()
@@ -63,10 +63,10 @@ def extra_bytes(step: Callable[[], object], device: torch.device) -> int | None:
         return torch.accelerator.max_memory_allocated() - before
     if not CLEAR_REFS.exists():
         return None
-    with contextlib.suppress(AttributeError, OSError):  # not every C library has it
-        # What earlier steps have freed and the C library has kept would be used again unseen: give it back first.
+    with contextlib.suppress(AttributeError, OSError):  # not every C library has malloc_trim
+        # The C library would otherwise reuse memory freed by earlier steps, and the rise would not show.
         ctypes.CDLL(None).malloc_trim(0)
-    CLEAR_REFS.write_text("5", encoding="ascii")  # the high-water mark starts here
+    CLEAR_REFS.write_text("5", encoding="ascii")  # resets the high-water mark
     before = status_bytes("VmRSS")
     for _ in range(MEASURED_STEPS):
         step()
@@ -74,7 +74,7 @@ def extra_bytes(step: Callable[[], object], device: torch.device) -> int | None:
 
 
 def extra_bytes_of_adamw(rows: int, columns: int) -> int | None:
-    """What a step of FlashAdamW on one bf16 parameter adds, after those that compile and make the state."""
+    """The extra memory of a FlashAdamW step on one bf16 parameter, after warm-up steps have compiled."""
     device = chosen_device()
     runner = OUR_ADAMW.build([(rows, columns)], device)
     runner.renew()
@@ -90,7 +90,7 @@ QUESTIONS: dict[str, Callable[..., float | None]] = {
 
 
 def ask(question: str, *numbers: int, cache: str = "") -> float | None:
-    """The answer of a new process, with its Inductor cache in the folder `cache` or the usual one."""
+    """Ask a new process. Its Inductor cache is in the folder `cache`, by default the usual one."""
     folders = {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"} if cache else {}
     command = [sys.executable, "-m", "bench.fresh", question, *map(str, numbers)]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **folders}, capture_output=True, text=True)

@@ -1,7 +1,7 @@
-"""The long hunt for steps that go wrong: random courses of use until the time is over. `make hunt`.
+"""The long hunt for wrong steps: random courses of use until the time is up. `make hunt`.
 
-First come the long forms of the tests of threads, growth and interrupts. The courses are those of tests/test_hunt.py,
-longer and with more kinds of kernels. They run in processes of a few minutes each, so that a crash is a finding too.
+The long forms of the thread, growth and interrupt tests run first. The courses are those of tests/test_hunt.py,
+longer and with more kinds of kernels. They run in processes of a few minutes each, so that a crash is reported too.
 """
 
 import argparse
@@ -23,13 +23,13 @@ PARTS = {
     "test_growth.py": {"FLASHOPT_STEPS": "2000"},
     "test_interrupts.py": {"FLASHOPT_EVERY_LINE": "1"},
 }
-PROCESS_SECONDS = 600.0  # then a new process, which compiles its kernels in another order
-GRACE_SECONDS = 900.0  # to end the last courses, or to shrink one that failed
+PROCESS_SECONDS = 600.0  # a new process then compiles its kernels in another order
+GRACE_SECONDS = 900.0  # to finish the last courses, or to shrink one that failed
 REPORT_SECONDS = 10.0
 
 
 def run_part(name: str, variables: dict[str, str]) -> bool:
-    """Run a test file in its long form; true if it passes, or if there is no such file."""
+    """Run a test file in its long form. Return True if it passes or does not exist."""
     if not (TESTS / name).exists():
         print(f"hunt: there is no tests/{name}, left out", file=sys.stderr)
         return True
@@ -39,7 +39,7 @@ def run_part(name: str, variables: dict[str, str]) -> bool:
 
 
 def run_courses(seconds: float, counts: Any, log: str) -> None:
-    """Run courses for so long, counting them and their steps; print the first that fails, shrunk, and exit with 1."""
+    """Run and count courses for `seconds`. If one fails, print it, shrunk, and exit with 1."""
     sys.path.insert(0, str(TESTS))
     courses = importlib.import_module("courses")
     stateful = importlib.import_module("hypothesis.stateful")
@@ -67,7 +67,7 @@ def progress(counts: Any, start: float) -> str:
 
 
 def watch(seconds: float, counts: Any, log: str, start: float) -> str | None:
-    """Run courses in a process of their own, telling how far they are; what went wrong, if anything did."""
+    """Run courses in a process of their own and print progress. Return what went wrong, if anything did."""
     process = multiprocessing.get_context("spawn").Process(target=run_courses, args=(seconds, counts, log))
     end = time.monotonic() + seconds + GRACE_SECONDS
     process.start()
@@ -90,7 +90,7 @@ def main() -> None:
     for name, variables in ({} if arguments.courses_only else PARTS).items():
         if not run_part(name, variables):
             sys.exit(1)
-    os.environ["FLASHOPT_WIDE"] = "1"  # as the processes inherit it
+    os.environ["FLASHOPT_WIDE"] = "1"  # inherited by the processes
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     counts = multiprocessing.get_context("spawn").Array("q", 2)
     start, found = time.monotonic(), None

@@ -1,4 +1,4 @@
-"""What memory of another order costs: time per element beside a contiguous matrix (`python -m bench layouts`)."""
+"""The cost of other memory layouts: time per element relative to a contiguous matrix (`python -m bench layouts`)."""
 
 import time
 from collections.abc import Callable
@@ -31,7 +31,7 @@ LAYOUTS: dict[str, tuple[Callable[[], Tensor], Goal | None]] = {
 
 
 def measure(rounds: int = ROUNDS) -> list[Row]:
-    """A row for each layout, its steps taken in turn with those of the others."""
+    """Measure a row for each layout. The layouts step in turn."""
     optimizers: dict[str, FlashAdamW] = {}
     for name, (make, _) in LAYOUTS.items():
         weight = nn.Parameter(make())
@@ -42,7 +42,7 @@ def measure(rounds: int = ROUNDS) -> list[Row]:
         for name, optimizer in optimizers.items():
             begin = time.perf_counter()
             optimizer.step()
-            if number > 1:  # the first compile, and plan
+            if number > 1:  # earlier steps compile and plan
                 best_ms[name] = min(best_ms[name], 1e3 * (time.perf_counter() - begin))
     per_element = {
         name: best_ms[name] / sum(weight.numel() for weight in optimizer.param_groups[0]["params"])

@@ -1,4 +1,4 @@
-"""The machine and the versions a measurement was made with, as every bench prints first."""
+"""The machine and versions of a measurement. Every bench prints them first."""
 
 import os
 import platform
@@ -8,7 +8,7 @@ import torch
 
 
 def processor() -> str:
-    """The processor's name, from Linux's own list where there is one."""
+    """The processor's name, from /proc/cpuinfo if it exists."""
     listed = Path("/proc/cpuinfo")
     if listed.exists():
         for line in listed.read_text(encoding="utf-8").splitlines():

@@ -1,7 +1,7 @@
-"""Who races in `bench.speed`: ours, torch's own optimizers and other packages', each made ready to step.
+"""The contenders of `bench.speed`: our optimizers, torch's and other packages', each made ready to step.
 
-Everyone gets the same hyper-parameters, the same shapes and values like a trained network's. Packages are imported
-only when their turn comes, by name: none is needed to run the others, or to check the types of this file.
+All get the same hyper-parameters, the same shapes, and values like a trained network's. Packages are imported by
+name, only when their turn comes: none is needed to run the others, or to check the types of this file.
 """
 
 import importlib
@@ -23,7 +23,7 @@ ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
 LION: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.01}
 foreach_copy_ = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
-RANDOM_VALUES = 2**20  # repeated in larger tensors, which else take longer to fill than to measure
+RANDOM_VALUES = 2**20  # repeated in larger tensors, which would take longer to fill than to measure
 
 
 class Stepping(Protocol):
@@ -35,7 +35,7 @@ Maker = Callable[[list[nn.Parameter]], Stepping]
 
 @dataclass(frozen=True)
 class Runner:
-    """A contender at the start: `renew` puts its gradients in place, which some take away, then `step` is timed."""
+    """A contender ready to step. `renew` sets its gradients, which some contenders clear; then `step` is timed."""
 
     weights: Sequence[Tensor]
     renew: Callable[[], None]
@@ -44,7 +44,7 @@ class Runner:
 
 @dataclass(frozen=True)
 class Contender:
-    """How to get a runner for tensors of some shapes; `package` and `module` of one that may not be installed."""
+    """Builds a runner for given shapes. `package` and `module` are set if it may not be installed."""
 
     name: str
     build: Callable[[Shapes, torch.device], Runner]
@@ -79,13 +79,13 @@ def put_in_place(weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> None
 
 
 def alone(make: Maker, shapes: Shapes, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Runner:
-    """The optimizer on parameters of one dtype, as it would be used without any other."""
+    """The optimizer on parameters of one dtype, with nothing around it."""
     weights, gradients = weights_and_gradients(shapes, dtype, device)
     return Runner(weights, partial(put_in_place, weights, gradients), make(weights).step)
 
 
 def mixed(make: Maker, shapes: Shapes, device: torch.device) -> Runner:
-    """Mixed precision: bf16 gradients into fp32 ones, a step on fp32 masters, and these into the bf16 weights."""
+    """Mixed precision: copy bf16 gradients to fp32, step fp32 masters, copy them to the bf16 weights."""
     weights, gradients = weights_and_gradients(shapes, torch.bfloat16, device)
     heads = [weight.detach() for weight in weights]
     masters = [nn.Parameter(head.float()) for head in heads]
@@ -115,7 +115,7 @@ def lion_with_copies_(head: Tensor, gradient: Tensor, w: Tensor, m: Tensor) -> N
 
 
 class CompiledLion:
-    """Lion in plain PyTorch: a kernel by torch.compile, which knows sizes and hyper-parameters as constants."""
+    """Lion in plain PyTorch, compiled by torch.compile with sizes and hyper-parameters as constants."""
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         self.params = params
@@ -130,7 +130,7 @@ class CompiledLion:
 
 
 def lion_in_one(shapes: Shapes, device: torch.device) -> Runner:
-    """`mixed` with its copies inside the compiled kernel: the least memory traffic that fp32 masters allow."""
+    """`mixed` with its copies inside the compiled kernel: the least memory traffic possible with fp32 masters."""
     weights, gradients = weights_and_gradients(shapes, torch.bfloat16, device)
     masters = [weight.detach().float() for weight in weights]
     momenta = [torch.zeros_like(master) for master in masters]
@@ -193,7 +193,7 @@ PEERS = (TORCHAO, BITSANDBYTES, HEAVYBALL, OPTIMI, FLASHOPTIM)
 
 
 def resnet_shapes(convolutions: int) -> Shapes:
-    """A ResNet for small images: per stage `convolutions` of 3×3, each with a norm; 33 make 300 tensors."""
+    """A ResNet for small images. Each stage has `convolutions` 3×3 ones with norms; 33 make 300 tensors."""
     shapes: list[tuple[int, ...]] = []
     inputs = 3
     for width in (16, 32, 64):

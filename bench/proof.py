@@ -1,8 +1,8 @@
 """The exhaustive proof of the split formats: all 2^32 fp32 inputs and all (head, tail) pairs. `make proof`.
 
-Each format is compiled as a user would, with torch.compile's default options. Inputs are built from their bit
-patterns, one sign and exponent (2^23 patterns) at a time, so that the ulps of an input and of its head follow
-from the exponent field, without the arithmetic under test.
+Each format is compiled with torch.compile's default options, as users do. Inputs are built from bit patterns,
+one sign and exponent (2^23 patterns) at a time. The ulps of an input and of its head then follow from the
+exponent field, without the arithmetic under test.
 """
 
 import argparse
@@ -23,17 +23,17 @@ from quant.split import Split
 
 CHUNK = 2**23  # the patterns of one sign and exponent field
 CHUNKS = 2**32 // CHUNK
-PIECE = 2**21  # the patterns checked at once: few enough for their memory to be reused, enough for two cores
-RUN = 256  # consecutive patterns that a sample takes or leaves together
+PIECE = 2**21  # patterns checked at once: few enough to reuse their memory, enough to keep two cores busy
+RUN = 256  # a sample takes or skips this many consecutive patterns
 EAGER_STRIDE = 257  # about 1/256 of the inputs, at every alignment, is also run eagerly
 HEADS_AT_ONCE = 128
 FP32 = torch.finfo(torch.float32)
-# Samples and (in the tests) broken formats are recompiles of the same functions.
+# Samples and, in the tests, broken formats recompile the same functions.
 torch._dynamo.config.recompile_limit = 64
 
 
 class Bits(NamedTuple):
-    """A float tensor beside its own bits: viewed outside of compiled functions, where that is free."""
+    """A float tensor and its bits. The view is taken outside of compiled functions, where it is free."""
 
     value: Tensor
     bits: Tensor
@@ -44,10 +44,10 @@ class Bits(NamedTuple):
 
 
 class Trip(NamedTuple):
-    """An input, the head it should have, and what the format made of it.
+    """An input, its expected head, and the format's results.
 
-    `decoded` comes from stored parts, `fused` from the graph that encoded them, where a compiler may skip the
-    narrowing of the head.
+    `decoded` comes from stored parts. `fused` comes from the graph that encoded them, where a compiler may skip
+    narrowing the head.
     """
 
     w: Bits
@@ -61,7 +61,7 @@ class Trip(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Head ulps and bounds (in such ulps) for one chunk's binade and for the next, which begins at `next`."""
+    """Head ulps, and bounds in head ulps, for a chunk's binade and for the next one, which begins at `next`."""
 
     ulps: Tensor
     bounds: Tensor
@@ -69,12 +69,12 @@ class Limits(NamedTuple):
 
 
 def same(a: Bits, b: Bits) -> Tensor:
-    """Equal bit for bit, any NaN being as good as another."""
+    """Equal bit for bit; all NaNs are equal."""
     return (a.bits == b.bits) | (a.value.isnan() & b.value.isnan())
 
 
 def judge(trip: Trip, limits: Limits) -> tuple[list[Tensor], Tensor]:
-    """For each of INPUT_CHECKS whether each input passes it; and its error in ulps of the head."""
+    """For each of INPUT_CHECKS, a mask of the inputs that pass; and the errors in ulps of the head."""
     w, tail, decoded = trip.w, trip.tail, trip.decoded
     value = trip.head.value.to(torch.float32)
     finite = value.abs() < torch.inf
@@ -94,7 +94,7 @@ def judge(trip: Trip, limits: Limits) -> tuple[list[Tensor], Tensor]:
 
 
 def count_inputs(trip: Trip, limits: Limits) -> tuple[Tensor, Tensor]:
-    """Violations of each of INPUT_CHECKS, then how many inputs came back exactly; the worst error in ulps."""
+    """The violations of each of INPUT_CHECKS and the number of exact inputs; the worst error in ulps."""
     passes, error = judge(trip, limits)
     exact = (trip.decoded.bits == trip.w.bits) & (trip.w.value.abs() < torch.inf)
     counted = [*(~each for each in passes), exact]
@@ -102,7 +102,7 @@ def count_inputs(trip: Trip, limits: Limits) -> tuple[Tensor, Tensor]:
 
 
 def judge_pairs(decoded: Tensor, strict: bool) -> tuple[Tensor, Tensor]:
-    """For each of PAIR_CHECKS whether each pair passes it; rows of one head, tails rising along them."""
+    """For each of PAIR_CHECKS, a mask of the pairs that pass. Each row has one head and rising tails."""
     below, above = decoded[:, :-1], decoded[:, 1:]
     return decoded.abs() < torch.inf, (above > below) if strict else (above >= below)
 
@@ -112,13 +112,13 @@ def count_pairs(decoded: Tensor, strict: bool) -> Tensor:
 
 
 def worst_relative(w: Tensor, decoded: Tensor) -> Tensor:
-    """The worst relative error; −1 where no non-zero `w` comes back finite."""
+    """The worst relative error; −1 if no non-zero `w` decodes to a finite value."""
     error = (decoded.double() - w.double()).abs() / w.double().abs()
     return torch.where((decoded.abs() < torch.inf) & (w != 0), error, -1.0).amax()
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` under torch.compile's default options, for one size; an error rather than eager instead."""
+    """`function` under torch.compile's default options, for one size. Fail rather than fall back to eager."""
     return torch.compile(function, dynamic=False, fullgraph=True)
 
 
@@ -128,7 +128,7 @@ worst_relative_fast = compiled(worst_relative)
 
 
 def bit_patterns(chunk: int, sample: int = 1) -> Tensor:
-    """The int32 patterns of one sign and exponent field: all, or every `sample`-th run of 256."""
+    """The int32 patterns of one sign and exponent field, or every `sample`-th run of 256 of them."""
     start = chunk * CHUNK - (2**32 if chunk >= CHUNKS // 2 else 0)
     runs = torch.arange(0, CHUNK, RUN * sample, dtype=torch.int32).view(-1, 1) + start
     return (runs + torch.arange(RUN, dtype=torch.int32)).view(-1)
@@ -139,13 +139,13 @@ def ulp(exponent: int, finfo: torch.finfo) -> float:
 
 
 def note_relative(into: Relative, chunk: int, w: Bits, decoded: Tensor) -> None:
-    """Raise `into` at the exponents of one chunk's inputs to their worst relative error."""
+    """Update `into` with the worst relative errors of one chunk, by exponent."""
     field = chunk % 256
     if field == 255:
         return
     if field > 0:
         found = {field - 127: worst_relative_fast(w.value, decoded)}
-    else:  # subnormals: each power of two begins a binade of its own
+    else:  # subnormals: the chunk spans 23 binades
         edges = torch.searchsorted(w.bits & (CHUNK - 1), 2 ** torch.arange(24, dtype=torch.int32)).tolist()
         spans = {k - 149: slice(*edges[k : k + 2]) for k in range(23) if edges[k] < edges[k + 1]}
         found = {exponent: worst_relative(w.value[span], decoded[span]) for exponent, span in spans.items()}
@@ -155,7 +155,7 @@ def note_relative(into: Relative, chunk: int, w: Bits, decoded: Tensor) -> None:
 
 
 class Proof:
-    """The checks of one format, and their findings."""
+    """The checks of one format and their findings."""
 
     def __init__(self, format: Split) -> None:
         self.format = format
@@ -171,7 +171,7 @@ class Proof:
         return head, tail, self.format.decode(head, tail)
 
     def stay(self, head: Tensor, tail: Tensor, zero: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Stored parts moved by zero, with dither; and decoded."""
+        """Move stored parts by zero, with dither; also decode them."""
         drawn = noise(mix(index, zero.to(torch.int32)), stream=0)
         return *self.format.advance(head, tail, zero, drawn), self.format.decode(head, tail)
 
@@ -187,7 +187,7 @@ class Proof:
         return Limits(ulps, bounds / ulps, torch.tensor(2.0 ** (exponent + 1), dtype=torch.float64))
 
     def check_inputs(self, chunk: int, w: Bits) -> None:
-        """Run and check inputs of one chunk."""
+        """Run and check inputs from one chunk."""
         head, tail, fused = self.round_trip_fast(w.value)
         kept_head, kept_tail, decoded = self.stay_fast(head, tail, self.zero, w.bits)
         trip = Trip(
@@ -233,7 +233,7 @@ class Proof:
         return heads[heads.isfinite()].view(-1, 1).split(HEADS_AT_ONCE)
 
     def check_pairs(self, heads: Tensor) -> None:
-        """Decode `heads` with every tail. The decoded value must rise with the tail, strictly so for int8.
+        """Decode `heads` with every tail. The decoded value must rise with the tail, strictly for int8.
 
         Nothing may overflow: half an ulp above the largest head is still below fp32's largest value.
         """
@@ -251,7 +251,7 @@ class Proof:
 
 
 def note_others(into: dict[str, Relative], chunk: int, w: Bits) -> None:
-    """The same picture of what else 2, 3 or 4 bytes can hold."""
+    """Note the errors of other ways to use 2, 3 or 4 bytes, for comparison."""
     others = {
         "plain bf16": w.value.to(torch.bfloat16).to(torch.float32),
         "bf16 + 8 raw low bits": (w.bits & -(2**8)).view(torch.float32),
@@ -278,7 +278,7 @@ def prove(formats: Sequence[Split] = SPLITS, sample: int = 1) -> tuple[list[Find
 
 
 def report(findings: Sequence[Findings], seconds: float) -> int:
-    """Print what was found; the number of violations."""
+    """Print the findings. Return the number of violations."""
     for found in findings:
         name = split_bound(found.format).format
         print(f"\n{name}: {found.inputs:,} inputs, {found.pairs:,} (head, tail) pairs")

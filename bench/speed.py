@@ -1,7 +1,7 @@
-"""How long a step takes, beside torch's optimizers and other packages': `python -m bench speed`.
+"""Step times compared with torch's optimizers and other packages': `python -m bench speed`.
 
-Every ratio is one of minima over rounds in which both contenders step in turn, in one process: what disturbs the
-machine disturbs both, and the least time is the one disturbed least.
+Both contenders step in turn, in one process, so that disturbances hit both. Every ratio is one of minimum times,
+the least disturbed ones.
 """
 
 import contextlib
@@ -30,16 +30,16 @@ from bench.speed_picture import draw
 from bench.speed_rows import Goal, Row, table
 
 MIB = 2**20
-WARM_UP_STEPS = 2  # the first compiles and makes the state, the second shows that it steps
-STEPS_AFTER_THE_FIRST = 4  # of a size at its turn in `growth`
+WARM_UP_STEPS = 2  # the first compiles and makes the state, the second must move a weight
+STEPS_AFTER_THE_FIRST = 4  # in each turn of a size in `growth`
 WATCHED_WEIGHTS = 4096
-BYTES_PER_ELEMENT = 10  # of ours with its gradient, and some to spare
+BYTES_PER_ELEMENT = 10  # ours with its gradient, and some to spare
 PACKAGES = ("flashopt-compile", "torch", "triton", *(peer.package for peer in peers.PEERS))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much to measure: a race ends after `most_rounds`, or after `seconds` if it has had `least_rounds`."""
+    """How much to measure. A race ends after `most_rounds`, or after `seconds` once it has had `least_rounds`."""
 
     matrix: tuple[int, int] = (4096, 4096)
     convolutions: int = 33
@@ -55,7 +55,7 @@ QUICK = Plan(matrix=(64, 128), convolutions=1, growth=(2**13, 2**15), least_roun
 
 @dataclass(frozen=True)
 class Comparison:
-    """One race to be run."""
+    """One race to run."""
 
     work: str
     shapes: Shapes
@@ -65,7 +65,7 @@ class Comparison:
 
 
 class BaselineError(Exception):
-    """What a baseline raised, in one line."""
+    """An error of a baseline, in one line."""
 
 
 @contextlib.contextmanager
@@ -78,7 +78,7 @@ def blaming_baseline() -> Iterator[None]:
 
 
 def goal_on(device: torch.device, comparison: str, limit: float | None) -> Goal | None:
-    """The goal on a CPU; for GPUs none has been set."""
+    """The goal on a CPU. GPUs have none yet."""
     return None if limit is None or device.type != "cpu" else Goal(comparison, limit)
 
 
@@ -104,7 +104,7 @@ def comparisons(plan: Plan, device: torch.device) -> list[Comparison]:
 
 
 def warm_up(runner: Runner) -> None:
-    """Steps that are not timed; an optimizer that moves no weight in the last of them is not measured."""
+    """Take the untimed steps. Refuse an optimizer that moves no weight in the last of them."""
     before = runner.weights[0]
     for _ in range(WARM_UP_STEPS):
         before = runner.weights[0].detach().flatten()[:WATCHED_WEIGHTS].clone()
@@ -124,7 +124,7 @@ def timed_ms(runner: Runner, device: torch.device) -> float:
 
 
 def rounds_of(plan: Plan, contenders: int = 2) -> Iterator[int]:
-    """The numbers of the rounds that `plan`, which is for two contenders, has time for."""
+    """Count the rounds that fit into the time of `plan`, which is meant for two contenders."""
     begin, seconds = time.perf_counter(), plan.seconds * contenders / 2
     for number in range(plan.most_rounds):
         if number >= plan.least_rounds and time.perf_counter() - begin > seconds:
@@ -133,7 +133,7 @@ def rounds_of(plan: Plan, contenders: int = 2) -> Iterator[int]:
 
 
 def race(comparison: Comparison, plan: Plan, device: torch.device) -> Row:
-    """Both contenders in turn; what the baseline raises becomes the row's note, what ours raises is raised."""
+    """Step both contenders in turn. A baseline's error becomes the row's note; our own errors are raised."""
     goal = goal_on(device, "≥", comparison.goal)
     names = {"work": comparison.work, "baseline": comparison.baseline.name, "goal": goal}
     if not comparison.baseline.is_installed:
@@ -171,10 +171,10 @@ def in_millions(elements: int) -> str:
 
 
 def growth(plan: Plan, device: torch.device) -> list[Row]:
-    """Time per element of FlashAdamW on parameters of all sizes in turn: the largest over the smallest.
+    """FlashAdamW's largest time per element over its smallest, among parameters of all sizes in turn.
 
-    By the first step of each turn, which finds the caches as a step of another size has left them, without Python's own
-    code and data; the others of the turn have a row of their own.
+    The first row times the first step of each turn. It finds the caches as a step of another size left them, without
+    Python's own code and data. The second row times the other steps of each turn.
     """
     runners: dict[int, Runner] = {}
     lacking: list[str] = []
@@ -215,7 +215,7 @@ def growth_row(work: str, times_ms: dict[int, list[float]], goal: Goal | None, l
 
 
 def first_steps(plan: Plan, device: torch.device) -> list[Row]:
-    """The first step of two processes that share an Inductor cache, empty at the start."""
+    """Time the first steps of two processes that share an Inductor cache, which starts empty."""
     rows = []
     work = f"first step, {len(resnet_shapes(plan.convolutions))} small tensors"
     with tempfile.TemporaryDirectory(prefix="inductor-cold-") as cache:
@@ -228,7 +228,7 @@ def first_steps(plan: Plan, device: torch.device) -> list[Row]:
 
 
 def extra_memory(plan: Plan, device: torch.device) -> Row:
-    """What a step of FlashAdamW adds to the memory in use, in a process of its own."""
+    """Measure the extra memory of a FlashAdamW step in a process of its own."""
     work, goal = f"AdamW, {plan.matrix[0]}×{plan.matrix[1]}, extra memory in a step", goal_on(device, "≤", 16.0)
     extra_bytes = fresh.ask("memory", *plan.matrix)
     if extra_bytes is None:
@@ -237,11 +237,11 @@ def extra_memory(plan: Plan, device: torch.device) -> Row:
 
 
 def measure(plan: Plan, device: torch.device) -> list[Row]:
-    """All rows, in the order of the table."""
+    """Measure all rows, in the order of the table."""
     races = comparisons(plan, device)
     found: dict[int, Row] = {}
     with tqdm(total=len(races) + 3, desc="speed", mininterval=0.2 if sys.stderr.isatty() else 15.0) as bar:
-        # Some packages change torch's settings when they are imported: they come after all that do not need them.
+        # Some packages change torch's settings on import, so races that need a package run last.
         for number in sorted(range(len(races)), key=lambda number: bool(races[number].baseline.package)):
             bar.set_postfix_str(f"{races[number].work}: {races[number].baseline.name}")
             found[number] = race(races[number], plan, device)
@@ -270,7 +270,7 @@ def versions() -> dict[str, str]:
 
 
 def report(rows: Sequence[Row], plan: Plan, device: torch.device) -> dict[str, Any]:
-    """Everything about a run, as its JSON file holds it."""
+    """Everything about a run, for its JSON file."""
     name = torch.get_device_module(device).get_device_name() if device.type != "cpu" else "CPU"
     return {
         "date": date.today().isoformat(),
@@ -285,7 +285,7 @@ def report(rows: Sequence[Row], plan: Plan, device: torch.device) -> dict[str, A
 
 
 def main(quick: bool = False, out: Path | None = None) -> None:
-    """Measure, print, and write <date>.json and speed.png: to `out`, or where the documentation has them."""
+    """Measure and print. Write <date>.json and speed.png to `out`, by default to the documentation's folders."""
     if out is None and quick:
         out = ROOT / ".cache" / "bench"  # a smoke test's figures never replace the published ones
     torch.set_num_threads(THREADS)

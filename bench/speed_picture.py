@@ -1,4 +1,4 @@
-"""The picture of `bench.speed`: for every race a bar, how many times as long as ours the baseline takes."""
+"""The picture of `bench.speed`: a bar for each race, the baseline's step time over ours."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from bench.speed_rows import Row, rounded, with_unit
 
 matplotlib.use("Agg")
 
-# After Okabe and Ito: apart for every kind of colour vision. One colour per optimizer.
+# After Okabe and Ito: distinct for every kind of colour vision. One colour per optimizer.
 COLOURS = ("#0072B2", "#009E73", "#E69F00", "#CC79A7")
 INK = "#222222"
 FAINT = "#707070"
@@ -21,13 +21,13 @@ HEIGHT = 0.66  # of a bar
 
 
 def colours_of(rows: Sequence[Row]) -> list[str]:
-    """A colour for each row, the same for the same work."""
+    """A colour for each row; rows of the same work share one."""
     works = list(dict.fromkeys(row.work for row in rows))
     return [COLOURS[works.index(row.work) % len(COLOURS)] for row in rows]
 
 
 def draw_bar(axes: Axes, place: int, row: Row, colour: str) -> None:
-    """A bar from 1 to the ratio with its value behind it, and a mark at the goal; or why there is none."""
+    """Draw a bar from 1 to the ratio, its value, and a mark at the goal. Without a value, write why."""
     if row.goal:
         reach = HEIGHT / 2 + 0.1
         axes.plot([row.goal.limit] * 2, [place - reach, place + reach], color=INK, linewidth=2.6, zorder=3)

@@ -1,4 +1,4 @@
-"""What `bench.speed` found, row by row: filled in there, printed and saved from here, drawn by `speed_picture`."""
+"""The rows that `bench.speed` measures. They are printed and saved from here and drawn by `speed_picture`."""
 
 import operator
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ COMPARISONS = {"≥": operator.ge, "≤": operator.le}
 
 
 def rounded(number: float, below_ten: int = 3) -> str:
-    """So many digits behind the point below 10, one below 100, none above."""
+    """`number` with `below_ten` decimals below 10, one below 100 and none above."""
     return f"{number:,.{below_ten if number < 10 else 1 if number < 100 else 0}f}"
 
 
@@ -22,7 +22,7 @@ def with_unit(shown: str, unit: str) -> str:
 
 @dataclass(frozen=True)
 class Goal:
-    """What a figure should be: Goal("≥", 1.0)."""
+    """The goal for a figure: Goal("≥", 1.0)."""
 
     comparison: str
     limit: float
@@ -33,10 +33,10 @@ class Goal:
 
 @dataclass(frozen=True)
 class Row:
-    """One figure: the ratio of the two minima or, where it is something else, `figure` in `unit`.
+    """One figure: the ratio of the two minima, or `figure` in `unit`.
 
-    `note` says why there is none ("skipped: ..." or "failed: ...") or what belongs to it; `minima_ms` holds the
-    times behind a figure that has more than two.
+    `note` explains the figure, or why there is none ("skipped: ..." or "failed: ..."). `minima_ms` holds the times
+    behind a figure if there are more than two.
     """
 
     work: str
@@ -60,7 +60,7 @@ class Row:
 
     @property
     def is_race(self) -> bool:
-        """Whether it is about two contenders, measured or not."""
+        """True if the row compares two contenders, measured or not."""
         return self.baseline != "–"
 
     @property
@@ -80,11 +80,11 @@ class Row:
         return (self.work, self.baseline, *times, value, goal, self.verdict)
 
     def record(self) -> dict[str, Any]:
-        """All fields and what follows from them, as JSON holds it."""
+        """All fields and the values derived from them, for JSON."""
         return {**asdict(self), "value": self.value, "passed": self.has_passed}
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A Markdown table, and under it the notes."""
+    """A Markdown table with the notes below."""
     notes = [row.note for row in rows if row.note]
     return "\n".join([markdown(HEADER, [row.cells() for row in rows], left=2), *([""] if notes else []), *notes])

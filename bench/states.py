@@ -1,4 +1,4 @@
-"""Which formats AdamW's moments should have: the error of its updates on gradients of real and of hard runs.
+"""Compare formats for AdamW's moments: the error of its updates on gradients of real and of hard runs.
 
 python -m bench.states          prints the tables and writes docs/formats.md
 """
@@ -35,7 +35,7 @@ NUMBERS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What storing the moments did to AdamW: to its updates, and to v / exact v at the end."""
+    """The effect of storing AdamW's moments on its updates, and on v / exact v at the end."""
 
     update_error: float
     displacement: float
@@ -56,7 +56,7 @@ def stored(format: Format, x: Tensor, rounding: str, random: torch.Generator) ->
 def follow(
     gradients: Iterable[Tensor], steps: int, m_format: Format, v_format: Format, roundings: tuple[str, str]
 ) -> Outcome:
-    """AdamW's rule on a trace with its moments stored after every step, beside the same in float64."""
+    """Run AdamW's rule on a trace, storing the moments after every step, and compare with float64."""
     random = torch.Generator().manual_seed(0)
     m = v = exact_m = exact_v = torch.zeros(())
     moved = exact_moved = error = size = torch.zeros((), dtype=torch.float64)
@@ -72,7 +72,7 @@ def follow(
         if t > steps - COUNTED_STEPS:
             error, size = error + ((by - exact_by) ** 2).sum(), size + (exact_by**2).sum()
         m, v = stored(m_format, m, roundings[0], random), stored(v_format, v, roundings[1], random)
-    # The first of each group is the trace's outlier, if it has one; it is not what is judged.
+    # The first element of each group is the outlier, if the trace has one. Judge the others.
     kept = slice(1, None)
     ratio = (v.double() / exact_v)[..., kept].flatten()
     low, median, high = ratio.nanquantile(torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64)).tolist()
@@ -81,7 +81,7 @@ def follow(
 
 
 def hard_traces(groups: int = 32) -> dict[str, list[Tensor]]:
-    """Gradients in groups of 32 made to be hard to store."""
+    """Gradients in groups of 32, made hard to store."""
     random = torch.Generator().manual_seed(1)
 
     def noise() -> Tensor:
@@ -100,7 +100,7 @@ def hard_traces(groups: int = 32) -> dict[str, list[Tensor]]:
 
 
 def real_traces(steps: int = 300) -> dict[str, list[Tensor]]:
-    """Gradients of three matrices of the demo's transformer, trained in fp32 by torch's AdamW."""
+    """Gradients of three matrices of the demo's transformer, trained in fp32 with torch's AdamW."""
     plan = Plan(steps=steps, batch=8)
     model = new_model(plan.shape, seed=0)
     weights = dict(model.named_parameters())
@@ -126,7 +126,7 @@ def name_of(format: Format) -> str:
 def table(
     title: str, candidates: Sequence[tuple[str, Format, Format, tuple[str, str]]], traces: dict[str, list[Tensor]]
 ) -> str:
-    """A markdown table: a row per candidate, the update error on each trace and the worst v and displacement."""
+    """A Markdown table. Each candidate's row has its update error on each trace, worst v and displacement."""
     lines = [
         f"## {title}",
         "",

@@ -1,7 +1,7 @@
 """A small byte-level transformer, and the Python standard library's source to train it on.
 
-Everything follows from a seed: the weights at the start, the order of the files, the batches. Two optimizers
-given the same seed see the same numbers.
+A seed determines everything: the initial weights, the order of the files, the batches. Two optimizers with the
+same seed see the same numbers.
 """
 
 import math
@@ -19,12 +19,12 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
-HELD_OUT_EVERY = 20  # of the files, one is kept for the held-out loss
+HELD_OUT_EVERY = 20  # one of this many files is held out
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The model's size; 0.85 million parameters, all rows whole groups of 32."""
+    """The model's size: 0.85 million parameters. All rows are whole groups of 32."""
 
     width: int = 128
     layers: int = 4
@@ -34,7 +34,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Plan:
-    """How to train: the peak of the learning rate is reached after `warmup` steps and falls to a tenth."""
+    """How to train. The learning rate peaks after `warmup` steps and falls to a tenth."""
 
     steps: int = 300
     batch: int = 16
@@ -50,7 +50,7 @@ class Plan:
 
 
 def rotated(x: Tensor) -> Tensor:
-    """Queries or keys turned by their position, the k-th pair of features by 1000^(−k/pairs) per step."""
+    """Queries or keys turned by their position: the k-th pair of features by 1000^(−k/pairs) per step."""
     context, pairs = x.shape[-2], x.shape[-1] // 2
     turns = 1000.0 ** (-torch.arange(pairs, device=x.device) / pairs)
     angles = torch.arange(context, device=x.device)[:, None] * turns
@@ -99,7 +99,7 @@ class ByteTransformer(nn.Module):
 
 
 def new_model(shape: Shape, seed: int) -> ByteTransformer:
-    """An fp32 model whose weights depend on `seed` alone."""
+    """An fp32 model whose weights depend only on `seed`."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return ByteTransformer(shape)
@@ -107,7 +107,7 @@ def new_model(shape: Shape, seed: int) -> ByteTransformer:
 
 @dataclass(frozen=True)
 class Text:
-    """Bytes to train on, and those of other files to measure on."""
+    """Bytes to train on, and bytes of other files to measure on."""
 
     training: Tensor
     held_out: Tensor
@@ -115,7 +115,7 @@ class Text:
 
 @cache
 def standard_library() -> Text:
-    """The source of this Python's standard library without its tests, file by file in order of path."""
+    """The source of this Python's standard library without its tests, files in order of path."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = sorted(path.relative_to(root) for path in root.rglob("*.py"))
     paths = [root / path for path in paths if not SKIPPED_FOLDERS & set(path.parts)]
@@ -139,14 +139,14 @@ def batches(text: Tensor, plan: Plan, count: int, seed: int) -> Iterator[Tensor]
 
 
 def multiplies_bf16() -> bool:
-    """Whether bf16 matrices multiply as fast as fp32 ones; without AVX-512 they take eight times longer."""
+    """True if bf16 matrices multiply as fast as fp32 ones. Without AVX-512 they take eight times longer."""
     return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-    """The mean cross-entropy of each next byte, in nats.
+    """The mean cross-entropy of the next byte, in nats.
 
-    Computed in the dtype of the weights or, where `multiplies_bf16` is false, in fp32 copies of them.
+    It is computed in the dtype of the weights. Where `multiplies_bf16` is false, fp32 copies are used.
     """
     weights = {} if multiplies_bf16() else {name: weight.float() for name, weight in model.named_parameters()}
     logits = functional_call(model, weights, (batch[:, :-1],))
@@ -155,21 +155,21 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, plan: Plan, count: int = 40) -> float:
-    """The mean loss over `count` batches of the held-out files, always the same."""
+    """The mean loss over the same `count` batches of the held-out files."""
     chosen = batches(standard_library().held_out, plan, count, seed=0)
     return fmean(loss_of(model, batch).item() for batch in chosen)
 
 
 @dataclass(frozen=True)
 class Progress:
-    """One step of training: its loss, and the seconds `optimizer.step()` took."""
+    """One training step: its loss, and the seconds `optimizer.step()` took."""
 
     loss: float
     optimizer_seconds: float
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, seed: int) -> Iterator[Progress]:
-    """Train `model` in place, step by step; the last step's gradients are left in it."""
+    """Train `model` in place, yielding after each step. The last step's gradients stay in it."""
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, plan.lr_factor)
     for batch in batches(standard_library().training, plan, plan.steps, seed):
         optimizer.zero_grad()

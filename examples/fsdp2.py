@@ -1,4 +1,4 @@
-"""Train a model that FSDP2 has sharded; stop, and go on with another number of processes.
+"""Train a model sharded by FSDP2, stop, and resume with another number of processes.
 
 torchrun --nproc-per-node 2 examples/fsdp2.py run
 torchrun --nproc-per-node 3 examples/fsdp2.py run

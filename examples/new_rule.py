@@ -1,8 +1,8 @@
 """A new optimizer in ten lines: AdEMAMix (Pagliardini et al., 2024), which adds a slow momentum to AdamW.
 
-The rule is the paper's algorithm box; how it is stored, compiled, saved and counted follows from it. The
-paper warms up alpha and β3: set group["alpha"] and group["betas"] each step, nothing recompiles.
-A bf16 model trains with it beside an fp32 one, trained by the same mathematics in plain torch.
+You write the rule, the paper's algorithm box; the library stores, compiles, saves and counts its states. The paper
+warms up alpha and β3: set group["alpha"] and group["betas"] each step, nothing recompiles. This script compares
+a bf16 model with an fp32 one that plain torch trains with the same mathematics.
 """
 
 import copy
@@ -28,11 +28,11 @@ def ademamix(w, g, m1, m2, v, t, *, lr=1e-3, betas=(0.9, 0.999, 0.9999), alpha=5
 
 
 class FlashAdEMAMix(FlashOptimizer, rule=ademamix):
-    """AdEMAMix on 6.19 bytes per parameter beside the gradient, for a bf16 model; plain fp32 takes 16."""
+    """AdEMAMix for a bf16 model, in 6.19 bytes per parameter plus the gradient; plain fp32 takes 16."""
 
 
 class ExactAdEMAMix:
-    """The same mathematics in plain torch on fp32 tensors, to compare with."""
+    """The same mathematics in plain torch on fp32 tensors, for comparison."""
 
     def __init__(self, params: Iterator[nn.Parameter], lr, betas, alpha, eps, weight_decay) -> None:
         self.states = {p: [torch.zeros_like(p) for _ in range(3)] for p in params}
@@ -64,7 +64,7 @@ def perceptron() -> nn.Sequential:
 
 
 def train(model: nn.Module, teacher: nn.Module, step: Callable[[], object]) -> list[float]:
-    """The losses of learning to imitate `teacher`."""
+    """Train `model` to imitate `teacher`; return the losses."""
     random = torch.Generator().manual_seed(1)
     dtype = next(model.parameters()).dtype
     losses = []

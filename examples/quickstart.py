@@ -1,4 +1,4 @@
-"""FlashAdamW in place of torch.optim.AdamW: a bf16 model, a few steps, and what a parameter costs."""
+"""FlashAdamW in place of torch.optim.AdamW: a bf16 model, a few steps, and the bytes per parameter."""
 
 import torch
 from torch import nn

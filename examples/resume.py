@@ -1,4 +1,4 @@
-"""Train 200 steps; train 100, be killed, resume for 100 more: the same losses to the last bit."""
+"""Train 200 steps; then train 100, get killed, and resume for 100 more. The losses are the same, bit for bit."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ STEPS, DIES_AFTER = 200, 100
 
 
 def train(path: Path, steps: int, save_every: int = 0) -> list[float]:
-    """The losses of all steps, of those before a checkpoint at `path` as well."""
+    """Train, resuming from a checkpoint at `path` if there is one. Return the losses of all steps."""
     torch.manual_seed(0)
     inputs = torch.randn(256, 128, dtype=torch.bfloat16)
     targets = inputs.roll(1, dims=1).tanh()
@@ -47,7 +47,7 @@ def train(path: Path, steps: int, save_every: int = 0) -> list[float]:
 
 def train_and_die(path: Path) -> None:
     train(path, DIES_AFTER, save_every=25)
-    train_on = train(path, DIES_AFTER + 10)  # work that is not saved, and is done again after the resume
+    train_on = train(path, DIES_AFTER + 10)  # unsaved work, repeated after the resume
     print(f"killed after step {len(train_on)}", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
