@@ -1,4 +1,4 @@
-"""A random course of use as a state machine: steps, options, weights, states, copies and checkpoints in any order."""
+"""A random course of use as a state machine: steps, options, weights, states, copies and checkpoints, in any order."""
 
 import pickle
 import warnings
@@ -39,7 +39,7 @@ options = kinds(*GROUP_OPTIONS, rare=list(RARE_GROUP_OPTIONS))
 
 
 class Course(Steps):
-    """A random course of use: steps, and whatever may be done between them."""
+    """A random course of use: steps, and anything a user may do between them."""
 
     scheduler: LinearLR | None = None
     remembered: dict[str, Any] | None = None
@@ -49,7 +49,7 @@ class Course(Steps):
     @between(group=places, name=kinds(*VALUES), value=places, kind=kinds(*NUMBERS))
     def set_number(self, group: int, name: str, value: int, kind: str) -> None:
         ours, theirs = self.groups(group)
-        if name in ours and not (name == "weight_decay" and "momentum" in ours):  # whether SGD decays chooses a kernel
+        if name in ours and not (name == "weight_decay" and "momentum" in ours):  # SGD's decay chooses a kernel
             ours[name] = number(kind, VALUES[name][value % len(VALUES[name])])
             theirs[name] = rounded(VALUES[name][value % len(VALUES[name])])
 
@@ -62,13 +62,13 @@ class Course(Steps):
 
     @between()
     def schedule(self) -> None:
-        """Have a scheduler of torch's change the rates; its first use wraps the optimizer's step."""
+        """Let a torch scheduler change the rates. Its first use wraps the optimizer's step."""
         groups, known = self.compiled.optimizer.param_groups, self.scheduler
         if known is None or known.optimizer is not self.compiled.optimizer or len(known.base_lrs) != len(groups):
             self.scheduler = LinearLR(self.compiled.optimizer, 0.5, 1.0, 4)
         else:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # it minds a schedule that goes on without steps
+                warnings.simplefilter("ignore")  # it warns if no step came between
                 known.step()
         for ours, theirs in zip(groups, self.reference.optimizer.param_groups, strict=True):
             theirs.update({name: float(ours[name]) for name in ("lr", "initial_lr") if name in ours})
@@ -79,7 +79,7 @@ class Course(Steps):
             each["params"].reverse()
 
     def groups(self, group: int) -> list[dict[str, Any]]:
-        """A group of both sides."""
+        """The same parameter group on both sides."""
         all_groups = [side.optimizer.param_groups for side in (self.compiled, self.reference)]
         return [groups[group % len(groups)] for groups in all_groups]
 
@@ -115,7 +115,7 @@ class Course(Steps):
     def zero_grad(self, set_to_none: bool) -> None:
         for w in self.compiled.weights:
             if w.grad is not None and not set_to_none and 0 in w.grad.stride():
-                w.grad = w.grad.clone(memory_format=torch.contiguous_format)  # torch does not write to expanded ones
+                w.grad = w.grad.clone(memory_format=torch.contiguous_format)  # torch cannot write to expanded ones
         for side in (self.compiled, self.reference):
             side.optimizer.zero_grad(set_to_none)
 
@@ -139,16 +139,16 @@ class Course(Steps):
             for side in (self.compiled, self.reference):
                 STATE_CHANGES[change](side, side.weights[place])
 
-    # Copies and checkpoints. The reference loads what the compiled side has saved.
+    # Copies and checkpoints. The reference loads what the compiled side saved.
 
     @between()
     def look(self) -> None:
         ours, theirs = (side.optimizer.state_dict() for side in (self.compiled, self.reference))
         for group in ours["param_groups"]:
-            group.pop("differentiable", None)  # torch adds it to an optimizer that is unpickled
+            group.pop("differentiable", None)  # torch adds it when unpickling
         assert not (found := difference(ours, theirs, "state_dict")), found
         memory, expected = (side.optimizer.memory() for side in (self.compiled, self.reference))
-        assert {**memory, "plan": 0} == {**expected, "plan": 0}  # what is kept between steps is each side's own
+        assert {**memory, "plan": 0} == {**expected, "plan": 0}  # each side has its own plan
 
     @between()
     def load_own_state_dict(self) -> None:

@@ -1,4 +1,4 @@
-"""Run a function of a test file in a new process: one that has compiled nothing yet, or whose surroundings differ."""
+"""Run a function of a test file in a new process, which has compiled nothing yet or has another environment."""
 
 import importlib
 import json
@@ -14,13 +14,13 @@ PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); import fresh; fresh.call
 
 
 def command(function: Callable[..., Any], *arguments: Any, flags: Sequence[str] = ()) -> list[str]:
-    """The command line that calls `function` with `arguments`, which must pass through JSON unchanged."""
+    """The command line that calls `function`. The arguments must survive JSON unchanged."""
     name = f"{function.__module__}:{function.__name__}"
     return [sys.executable, *flags, "-c", PROGRAM, str(TESTS), name, json.dumps(arguments)]
 
 
 def environment(**changes: str | None) -> dict[str, str]:
-    """This process's variables with `changes`; None removes one."""
+    """This process's environment with `changes`; None removes a variable."""
     kept = {name: value for name, value in os.environ.items() if name not in changes}
     return kept | {name: value for name, value in changes.items() if value is not None}
 
@@ -32,7 +32,7 @@ def run(
     variables: Mapping[str, str | None] | None = None,
     timeout: float = 300,
 ) -> subprocess.CompletedProcess[str]:
-    """Call `function` in a new process, which must succeed."""
+    """Call `function` in a new process and assert that it succeeds."""
     done = subprocess.run(
         command(function, *arguments, flags=flags),
         env=environment(**(variables or {})),

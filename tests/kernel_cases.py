@@ -1,4 +1,4 @@
-"""Steps whose GPU kernels are looked at, and parameters that hold every number there is."""
+"""The steps whose GPU kernels are tested, and parameters that hold every possible number."""
 
 import importlib.util
 import sys
@@ -39,7 +39,7 @@ RULES: dict[str, Rule] = {
     "lion": lion.lion,
     "example": example_rule(),
 }
-# The dtype of a parameter and the bits of its weight.
+# A parameter's dtype and master_weight_bits.
 WEIGHTS: dict[str, tuple[torch.dtype, int]] = {
     "bf16+8": (torch.bfloat16, 24),
     "bf16+16": (torch.bfloat16, 32),
@@ -71,7 +71,7 @@ def hyper_of(step: Step) -> dict[str, Any]:
 
 
 def every_number(step: Step, shape: tuple[int, ...], grad_dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
-    """A parameter with all that is stored beside it: of 16-bit heads all bit patterns, of the rest all exponents."""
+    """A parameter and its parts. 16-bit heads take all bit patterns, other floats all exponents."""
     random = torch.Generator().manual_seed(seed)
 
     def spread(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -98,7 +98,7 @@ def every_number(step: Step, shape: tuple[int, ...], grad_dtype: torch.dtype, se
 
 
 def of_a_training(step: Step, shape: tuple[int, ...], grad_dtype: torch.dtype, steps: int = 8) -> list[Tensor]:
-    """A parameter after some steps on random gradients, with another gradient at hand."""
+    """A parameter after some steps on random gradients, with its next gradient."""
     random = torch.Generator().manual_seed(1)
     tensors = step.storage.zeros(shape, grad_dtype)
     tensors[0].copy_(torch.randn(shape, generator=random) * 0.05)
@@ -124,6 +124,6 @@ class _ExactRoots(TorchFunctionMode):
 
 @contextmanager
 def exact_roots() -> Iterator[None]:
-    """Square roots are rounded correctly, as a GPU's are and torch's on the CPU are not."""
+    """Round square roots correctly, as GPUs do and torch on a CPU does not."""
     with _ExactRoots():
         yield

@@ -1,4 +1,4 @@
-"""Plain float64 steps, written from the papers and torch.optim's documentation, and the table of who obeys which."""
+"""Plain float64 steps, written from the papers and torch.optim's documentation, and the table of optimizers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,12 +14,12 @@ Oracle = Callable[..., Tensor]
 
 
 def adam(w: Tensor, g: Tensor, state: State, t: int, *, lr, betas, eps, weight_decay) -> Tensor:
-    """Algorithm 1 of Kingma & Ba (2015), with the L2 penalty torch.optim.Adam adds to the gradient."""
+    """Algorithm 1 of Kingma & Ba (2015) with torch.optim.Adam's L2 penalty, which is added to the gradient."""
     return _adam_move(w, g + weight_decay * w, state, t, lr, betas, eps)
 
 
 def adamw(w: Tensor, g: Tensor, state: State, t: int, *, lr, betas, eps, weight_decay) -> Tensor:
-    """Algorithm 2 of Loshchilov & Hutter (2019) as torch.optim.AdamW scales it: the decay by lr as well."""
+    """Algorithm 2 of Loshchilov & Hutter (2019) with the decay scaled by lr, as in torch.optim.AdamW."""
     return _adam_move(w - lr * weight_decay * w, g, state, t, lr, betas, eps)
 
 
@@ -41,12 +41,12 @@ def lion(w: Tensor, g: Tensor, state: State, t: int, *, lr, betas, weight_decay)
 
 
 def sgd(w: Tensor, g: Tensor, state: State, t: int, *, lr, momentum, dampening, weight_decay, nesterov) -> Tensor:
-    """The box in the documentation of torch.optim.SGD: the first gradient fills the buffer undamped."""
+    """The algorithm in torch.optim.SGD's documentation. The first gradient fills the buffer undamped."""
     return w - lr * _direction(g + weight_decay * w, state, t, momentum, dampening, nesterov)
 
 
 def sgdw(w: Tensor, g: Tensor, state: State, t: int, *, lr, momentum, dampening, weight_decay, nesterov) -> Tensor:
-    """Algorithm 1 of Loshchilov & Hutter (2019), its decay scaled by lr as in torch.optim.AdamW."""
+    """Algorithm 1 of Loshchilov & Hutter (2019) with the decay scaled by lr, as in torch.optim.AdamW."""
     return w - lr * weight_decay * w - lr * _direction(g, state, t, momentum, dampening, nesterov)
 
 
@@ -59,7 +59,7 @@ def _direction(g: Tensor, state: State, t: int, momentum, dampening, nesterov) -
 
 @dataclass(frozen=True)
 class Row:
-    """One optimizer under test: how to make it, its oracle, and its torch.optim namesake if there is one."""
+    """An optimizer under test: how to make it, its oracle and its torch.optim namesake, if any."""
 
     name: str
     optimizer: type[FlashOptimizer]

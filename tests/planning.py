@@ -1,4 +1,4 @@
-"""Steps carried out by a planner alone, without an optimizer, and kernels that tell what they were given."""
+"""Steps by a planner alone, without an optimizer, and kernels that record their arguments."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +14,7 @@ from flashopt_compile.engine.step import Numbers, Place, Step
 
 
 def item_of(step: Step, tensors: Sequence[Tensor], t: Tensor, numbers: Numbers, layout: Layout | None = None) -> Item:
-    """A parameter to be stepped: head, gradient, then the rest in storage order."""
+    """A parameter to step. `tensors` holds head, gradient and parts in storage order."""
     head, grad, *rest = tensors
     parts = [Part(tensor, is_scale) for tensor, is_scale in zip(rest, step.storage.scales[1:], strict=True)]
     layout = Layout.of(step.storage, head.shape) if layout is None else layout
@@ -22,7 +22,7 @@ def item_of(step: Step, tensors: Sequence[Tensor], t: Tensor, numbers: Numbers, 
 
 
 def carry_out(kernels: Kernels, items: Sequence[Item]) -> Planner:
-    """Plan a step of all items, and take it."""
+    """Plan a step of all items and take it."""
     planner = Planner(kernels, items)
     heads, grads = [item.head for item in items], [item.grad for item in items]
     for stage in planner.stages():
@@ -31,13 +31,13 @@ def carry_out(kernels: Kernels, items: Sequence[Item]) -> Planner:
 
 
 def step_by_blocks(step: Step, tensors: Sequence[Tensor], t: Tensor, numbers: Numbers, start: int = 0) -> None:
-    """The plainest step there is: block by block of the storage, with no planner."""
+    """The simplest step: block by block of the storage, without a planner."""
     for first, block in step.storage.blocks(tuple(tensors[0].shape), tensors):
         step(block, t, Place.at(start + first), numbers)
 
 
 def eager_of_width(groups: int = 1, most_elements: int = 1 << 22) -> Kernels:
-    """Uncompiled kernels that take so many groups at once."""
+    """Uncompiled kernels whose pieces are `groups` groups wide."""
 
     def kernels(step: Step, *_: Any) -> Kernel:
         return ComputedKernel(
@@ -49,7 +49,7 @@ def eager_of_width(groups: int = 1, most_elements: int = 1 << 22) -> Kernels:
 
 @dataclass
 class Watched:
-    """Kernels that note each block they are bound to, with its numbers and step count."""
+    """Kernels that record each block they are bound to, its numbers and its step count."""
 
     kernels: Kernels
     blocks: list[Block] = field(default_factory=list)
@@ -79,7 +79,7 @@ class _WatchedKernel:
 
 
 def with_calls_of(kernels: Kernels, most_elements: int) -> Kernels:
-    """The same kernels, called with fewer elements at a time."""
+    """The same kernels, called with at most `most_elements` elements."""
 
     def smaller(*kind: Any) -> Kernel:
         kernel: Any = kernels(*kind)

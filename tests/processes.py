@@ -1,7 +1,7 @@
-"""What processes that share a sharded model try together: the scenarios of the tests of sharding, and how to run them.
+"""The scenarios of the sharding tests, which several processes run together, and how to start them.
 
-python tests/processes.py FOLDER WORLD SCENARIO[:KIND]...   runs functions of this file in WORLD processes; what is to
-outlive them goes to FOLDER
+python tests/processes.py FOLDER WORLD SCENARIO[:KIND]...   runs functions of this file in WORLD processes, which
+leave their files in FOLDER
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -59,7 +59,7 @@ def a_callers_compiled_step(folder: Path) -> None:
 
 
 def trains(folder: Path) -> None:
-    """By FSDP2's own forward and backward passes, with the same data everywhere."""
+    """FSDP2's own forward and backward passes train the model, with the same data on every process."""
     names = [name for name in SHAPES if name != "experts"]  # FSDP2 takes parameters of one dtype
     model, single = sharded(shapes=names), Net(shapes=names)
     optimizers = [FlashAdamW(each.parameters(), lr=1e-2, eager=True) for each in (model, single)]
@@ -72,10 +72,10 @@ def trains(folder: Path) -> None:
 
 
 def trains_in_parallel(folder: Path) -> None:
-    """By the passes of tensor parallelism itself, whose sums differ from those of one process in their last bits.
+    """Tensor parallelism's own passes train the model. Their sums differ from one process's in the last bits.
 
-    Once such a bit has changed a code, its weights go ways of their own: single ones by up to a step, over all seeds
-    less than a thousandth of the way in the mean. A process with another's gradients would be off by all of it.
+    Once such a bit changes a code, single weights differ by up to a step. Over all seeds the mean difference is less
+    than a thousandth of the distance trained. A process with wrong gradients would be off by all of that distance.
     """
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
@@ -102,7 +102,7 @@ def trains_in_parallel(folder: Path) -> None:
 
 
 def write_checkpoints(folder: Path, kind: str) -> None:
-    """With torch.distributed.checkpoint, compressed or not, and as a file of ours."""
+    """Write checkpoints with torch.distributed.checkpoint, compressed and not, and with our `save`."""
     model = sharded(kind)
     optimizer = FlashAdamW(model.parameters(), lr=1e-2, eager=True)
     go_on(model, optimizer, range(3))
@@ -118,7 +118,7 @@ def content_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def read_checkpoints(folder: Path, kind: str) -> None:
-    """Those that `write_checkpoints` wrote, by however many processes."""
+    """Read the checkpoints of `write_checkpoints`, which any number of processes may have written."""
     expected, later = of_one_process(3), of_one_process(5)
     for name in ("compressed", "whole.ckpt"):
         model = sharded(kind, seed=1)
@@ -140,7 +140,7 @@ def read_checkpoints(folder: Path, kind: str) -> None:
 
 
 def read_plain(folder: Path, kind: str, expected: dict[str, Tensor]) -> None:
-    """States in fp32 under the names of torch.optim, which come back to the formats' bounds."""
+    """Read fp32 states under torch.optim's names. They come back within the formats' bounds."""
     model = sharded(kind)
     optimizer = FlashAdamW(model.parameters(), compress_state_dict=False, eager=True)
     content = {"optimizer": dsd.get_optimizer_state_dict(model, optimizer)}
@@ -158,7 +158,7 @@ def read_plain(folder: Path, kind: str, expected: dict[str, Tensor]) -> None:
 
 
 def read_fp32(folder: Path, kind: str) -> None:
-    """Weights alone, as DTensors and whole."""
+    """Read the weights alone, as DTensors and as plain tensors."""
     single = Net()
     reference = FlashAdamW(single.parameters(), lr=1e-2, eager=True)
     go_on(single, reference, range(3))
@@ -179,7 +179,7 @@ def read_fp32(folder: Path, kind: str) -> None:
 
 
 def whole_states(folder: Path) -> None:
-    """A state dict of one process, ours or of another library, into shards, and shards into one of FlashOptim's."""
+    """Load state dicts of one process, ours and other libraries', into shards, and export shards to FlashOptim."""
     single = Net()
     reference = FlashAdamW(single.parameters(), lr=1e-2, eager=True)
     go_on(single, reference, range(3))
@@ -204,7 +204,7 @@ def whole_states(folder: Path) -> None:
 
 
 def mistakes(folder: Path) -> None:
-    """Each is one sentence, on every process, and changes nothing."""
+    """Every mistake raises one sentence on every process and changes nothing."""
     model = sharded()
     optimizer = FlashAdamW(model.parameters(), lr=1e-2, eager=True, skip_nonfinite=True)
     go_on(model, optimizer, range(2))
@@ -234,7 +234,7 @@ def mistakes(folder: Path) -> None:
     sentence(lambda: optimizer.set_fp32_model_state_dict(model, {}), "lacks")
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    if distributed.get_rank() == 0:  # one process has an Inf, and none takes the step
+    if distributed.get_rank() == 0:  # an Inf on one process makes all skip the step
         next(model.parameters()).grad.to_local()[0, 0] = torch.inf
     optimizer.step()
     assert_same(everything(model, optimizer), before)
@@ -250,7 +250,7 @@ def sentence(action: Any, expected: str) -> None:
 
 
 def run(folder: Path, world: int, *scenarios: str) -> None:
-    """In new processes, which must all succeed."""
+    """Run scenarios in new processes and assert that all succeed."""
     command = [sys.executable, __file__, str(folder), str(world), *scenarios]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-6000:]
@@ -269,7 +269,7 @@ def work(rank: int, folder: str, world: int, scenarios: tuple[str, ...], store: 
 def main(folder: str, world: str, *scenarios: str) -> None:
     with tempfile.TemporaryDirectory() as empty:
         arguments = (folder, int(world), scenarios, f"{empty}/store")
-        # Forked before anything has run, they need not import torch each.
+        # Forked processes need not import torch again.
         multiprocessing.start_processes(work, arguments, nprocs=int(world), start_method="fork")
 
 

@@ -1,6 +1,6 @@
-"""A model and optimizer to save, and processes that save until they are killed: the ground of the tests of files.
+"""A model and optimizer to save, and processes that save until they are killed, for the tests of files.
 
-python tests/saving.py PATH   at each line of input, forks a process that saves over and over, a line for each save done
+python tests/saving.py PATH   at each line of input, forks a process that saves repeatedly and prints a line per save
 """
 
 import os
@@ -34,7 +34,7 @@ def pair(
 
 
 def go_on(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    """Numbered steps, each with the gradients its number stands for."""
+    """Take numbered steps. A step's number seeds its gradients."""
     for step in steps:
         random = torch.Generator().manual_seed(step)
         for parameter in model.parameters():
@@ -43,14 +43,14 @@ def go_on(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
 
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Copies of all there is, in a fixed order."""
+    """Copies of all weights, buffers and states in a fixed order."""
     states = [optimizer.state.get(parameter, {}) for group in optimizer.param_groups for parameter in group["params"]]
     tensors = [*model.state_dict().values(), *(value for state in states for _, value in sorted(state.items()))]
     return [tensor.clone() for tensor in tensors]
 
 
 def main(path: str) -> None:
-    torch.set_num_threads(1)  # a fork has no other threads
+    torch.set_num_threads(1)  # forking loses all other threads
     model, optimizer = pair()
     for _ in sys.stdin:
         child = os.fork()

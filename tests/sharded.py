@@ -1,4 +1,4 @@
-"""Models sharded in all ways, their gradients, and all there is of them: the ground of the tests of sharding."""
+"""Models sharded in every way, their gradients and full states, for the sharding tests."""
 
 # pyright: reportPrivateImportUsage=false
 
@@ -30,7 +30,7 @@ SHAPES = {
 
 
 class Net(nn.Module):
-    """Parameters of all shapes that are treated differently, bf16 but one."""
+    """A parameter of every shape that is treated differently. All are bf16 but one."""
 
     def __init__(self, seed: int = 0, shapes: Iterable[str] = SHAPES) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Net(nn.Module):
 
 
 def sharded(kind: str = "fsdp", seed: int = 0, shapes: Iterable[str] = SHAPES) -> Any:
-    """A `Net` on all processes: whole, or sharded in one of the ways of FSDP2 and tensor parallelism."""
+    """A `Net` on all processes, whole or sharded by FSDP2 or tensor parallelism."""
     model, world = Net(seed, shapes), distributed.get_world_size()
     if kind == "fsdp":
         fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
@@ -61,7 +61,7 @@ def sharded(kind: str = "fsdp", seed: int = 0, shapes: Iterable[str] = SHAPES) -
 
 
 def cut_all(model: nn.Module, mesh: Any, by_columns: bool) -> None:
-    """Shard all parameters as tensor parallelism does: along dim 1, where no group is cut, or along dim 0."""
+    """Shard all parameters as tensor parallelism does: along dim 1 where that cuts no group, else along dim 0."""
     for name, parameter in list(model.named_parameters()):
         columns = by_columns and name in ("small", "one_row", "experts", "large")
         cut = distribute_tensor(parameter.detach(), mesh, [Shard(int(columns))])
@@ -69,7 +69,7 @@ def cut_all(model: nn.Module, mesh: Any, by_columns: bool) -> None:
 
 
 def go_on(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> None:
-    """Numbered steps, each with the gradients its number stands for."""
+    """Take numbered steps. A step's number seeds its gradients."""
     for step in steps:
         for number, parameter in enumerate(model.parameters()):
             random = torch.Generator().manual_seed(step * 100 + number)
@@ -80,7 +80,7 @@ def go_on(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[in
 
 
 def like(value: Tensor, parameter: Any) -> Tensor:
-    """A whole tensor sharded as the parameter is, by the means of PyTorch."""
+    """Shard a whole tensor like the parameter, with PyTorch's own functions."""
     if not hasattr(parameter, "placements"):
         return value
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -93,11 +93,11 @@ def like(value: Tensor, parameter: Any) -> Tensor:
 
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """All weights and states, whole, by name."""
+    """All weights and states by name, unsharded."""
     found = {}
     for name, parameter in model.named_parameters():
         for key, value in {"": parameter.detach(), **optimizer.state.get(parameter, {})}.items():
-            if hasattr(value, "full_tensor"):  # gloo takes no int16
+            if hasattr(value, "full_tensor"):  # gloo lacks int16
                 value = value.to(torch.float32).full_tensor().to(value.dtype)
             found[f"{name} {key}"] = value.clone()
     return found

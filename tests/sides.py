@@ -1,7 +1,7 @@
-"""Two sides of a course of use: a compiled optimizer used in odd ways, and an eager one in plain ways that forgets.
+"""The two sides of a course: a compiled optimizer used in odd ways, and an eager reference used in plain ways.
 
-The reference is replaced by a new optimizer before each step, takes gradients that are contiguous copies and numbers
-that are Python floats, keeps its weights contiguous, and runs under torch's own defaults.
+A new optimizer replaces the reference before each step. The reference gets contiguous gradients and Python floats,
+keeps its weights contiguous, and runs under torch's own defaults.
 """
 
 import copy
@@ -33,11 +33,11 @@ class Side:
         return list(self.model.weights)
 
     def states(self) -> list[dict[str, Tensor]]:
-        """The states of each weight as they are now, without making any."""
+        """The current states of each weight. Makes no new states."""
         return [dict(self.optimizer.state[p]) if p in self.optimizer.state else {} for p in self.weights]
 
     def tensors(self) -> list[Tensor]:
-        """All weights and states, in one order."""
+        """All weights and states in a fixed order."""
         states = [state[key] for state in self.states() for key in sorted(state)]
         return [weight.detach() for weight in self.weights] + states
 
@@ -46,13 +46,13 @@ class Side:
 
 
 class Reference(Side):
-    """The side that forgets: a new eager optimizer for each step, which has the weights and copies of the states."""
+    """The side that forgets: each step has a new eager optimizer with the weights and copies of the states."""
 
     def forget(self) -> None:
         before = self.optimizer
         groups = [{**group, "params": list(group["params"])} for group in before.param_groups]
         self.optimizer = type(before)(groups, eager=True, **before.defaults)
-        self.optimizer.dtypes.update(before.dtypes)  # no memory of a step: what the tails belong to
+        self.optimizer.dtypes.update(before.dtypes)  # the tails belong to these dtypes
         for weight, state in before.state.items():
             self.optimizer.state[weight] = {key: value.detach().clone() for key, value in state.items()}
 
@@ -61,7 +61,7 @@ _number = count()
 
 
 def fresh(kind: type[FlashOptimizer]) -> type[FlashOptimizer]:
-    """A class like `kind` of which no kernel has been compiled yet. It can be found by its name, as pickle does."""
+    """A class like `kind` without compiled kernels. Pickle can find it by name."""
     name = f"Fresh{kind.__name__}{next(_number)}"
     rule = dataclasses.replace(kind.rule, name=name)
 
@@ -74,7 +74,7 @@ def fresh(kind: type[FlashOptimizer]) -> type[FlashOptimizer]:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Equal shape, dtype and bits, any NaN being as good as another."""
+    """Equal shape, dtype and bits; all NaNs are equal."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if not one.is_floating_point():
@@ -85,7 +85,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def difference(one: Any, other: Any, name: str = "") -> str | None:
-    """The first place where two trees of dicts, lists, tensors and numbers differ; None if there is none."""
+    """Describe the first difference between two trees of dicts, lists, tensors and numbers, or return None."""
     if isinstance(one, dict):
         if not isinstance(other, dict) or one.keys() != other.keys():
             return f"{name} has {list(one)} and {list(other)}"
@@ -109,7 +109,7 @@ def difference(one: Any, other: Any, name: str = "") -> str | None:
 
 
 def outcome(act: Callable[[], Any]) -> tuple[str, str] | None:
-    """The error that an action ends in, as its type and text."""
+    """The type and text of the error that `act` raises, or None."""
     try:
         act()
     except Exception as error:

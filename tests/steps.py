@@ -1,4 +1,4 @@
-"""Steps of a course of use, on both sides of it: both come to the same bits, or raise the same sentence."""
+"""The steps of a course. Both sides must reach the same bits or raise the same sentence."""
 
 import tempfile
 from collections.abc import Callable
@@ -42,7 +42,7 @@ conditions = kinds(*CONDITIONS)
 
 
 def use(**strategies: Any) -> Callable[[Callable[..., None]], Any]:
-    """A rule of the machine, unless it is KNOWN."""
+    """Make a rule of the machine, unless it is KNOWN."""
 
     def make(function: Callable[..., None]) -> Any:
         @wraps(function)
@@ -56,7 +56,7 @@ def use(**strategies: Any) -> Callable[[Callable[..., None]], Any]:
 
 
 def between(**strategies: Any) -> Callable[[Callable[..., None]], Any]:
-    """A rule after which a few steps follow: a course of rules alone would have too few."""
+    """Make a rule that a few steps follow. Otherwise a course would have too few steps."""
 
     def make(function: Callable[..., None]) -> Any:
         @wraps(function)
@@ -74,7 +74,7 @@ def between(**strategies: Any) -> Callable[[Callable[..., None]], Any]:
 
 @dataclass
 class Tally:
-    """What has been run so far; `log` has the rules of the present course, to be read after a crash."""
+    """Counts courses and steps. `log` holds the rules of the current course, for use after a crash."""
 
     courses: int = 0
     steps: int = 0
@@ -94,7 +94,7 @@ class Tally:
 
 
 class Steps(RuleBasedStateMachine):
-    """Steps of all kinds, and what is compared after each."""
+    """Steps of all kinds, and the comparison after each rule."""
 
     tally: ClassVar[Tally] = Tally()
 
@@ -106,7 +106,7 @@ class Steps(RuleBasedStateMachine):
         self.file = Path(self.folder.name) / "checkpoint.pt"
         self.frozen: set[int] = set()
         self.has_begun = False
-        self.left: list[tuple[Tensor, Tensor]] = []  # tensors of copied optimizers, and what they must remain
+        self.left: list[tuple[Tensor, Tensor]] = []  # tensors of copied optimizers and their expected values
 
     @initialize(
         kind=kinds("AdamW", "AdamW", "AdamW", "SGD", rare=("Lion", "fresh AdamW")),
@@ -132,7 +132,7 @@ class Steps(RuleBasedStateMachine):
         self.tally.courses += 1
         self.tally.report()
 
-    # What is compared after every rule.
+    # The comparison after every rule.
 
     @invariant()
     def both_hold_the_same(self) -> None:
@@ -150,7 +150,7 @@ class Steps(RuleBasedStateMachine):
     # Parts of rules.
 
     def stepped(self) -> list[int]:
-        """The places of weights that may be stepped."""
+        """The places of weights of dtypes that can be stepped."""
         return [place for place, w in enumerate(self.compiled.weights) if w.dtype in (BF16, FP32)]
 
     def at(self, place: int) -> int:
@@ -176,7 +176,7 @@ class Steps(RuleBasedStateMachine):
 
     def take_step(self, condition: str = "nothing") -> None:
         self.forget()
-        for w in self.reference.weights:  # torch.optim steps frozen weights too if they have gradients
+        for w in self.reference.weights:  # torch.optim steps frozen weights that have gradients
             w.requires_grad_(w.requires_grad or w.grad is not None)
         self.plainly(self.reference.optimizer.step)
         for place in self.frozen:
@@ -261,7 +261,7 @@ class Steps(RuleBasedStateMachine):
 
     @use(seed=seeds, place=places)
     def step_weights_that_share_memory(self, seed: int, place: int) -> None:
-        """As torch.optim does, one after the other; the reference steps each by itself."""
+        """Weights that share memory are stepped in turn, as by torch.optim. The reference steps each alone."""
         pairs = [(one, other) for other in self.stepped() for one in range(other) if self.are_alike(one, other)]
         if not pairs or {*pairs[place % len(pairs)]} & self.frozen:
             return
@@ -316,7 +316,7 @@ class Steps(RuleBasedStateMachine):
         for side, (weights, states) in zip(sides, before, strict=True):
             side.weights[place].grad = None
             assert not (found := difference(copied(side.weights), weights, "weights")), found
-            # States of zeros may have been made for weights that had none.
+            # The refused step may have made zero states for weights without any.
             now = [state if then else {} for state, then in zip(side.states(), states, strict=True)]
             assert not (found := difference(now, states, "states")), found
 

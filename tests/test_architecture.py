@@ -1,4 +1,4 @@
-"""The shape of the tree: which module may import which, who may say what, and how large a file may grow."""
+"""The shape of the tree: which module may import which, which names it may use, and how long a file may be."""
 
 import ast
 import re
@@ -9,8 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# A module may import only what stands before it in its package's list, or before its folder in the list above. A name
-# with a dot gives one module of a folder another place than the rest of the folder has.
+# A module may import only what comes before it in its package's list, or before its folder in the list above. A name
+# with a dot gives one module another place than the rest of its folder.
 ORDER: dict[str, list[str]] = {
     "quant": ["ulp", "format", "rows", "dither", "split", "compand", "grouped", "bounds"],
     "flashopt_compile": [
@@ -44,7 +44,7 @@ def parse(path: Path) -> ast.Module:
 
 
 def imported_names(path: Path) -> Iterator[str]:
-    """Absolute dotted names, the imported attribute included: `from .a import b` in p/c.py gives p.a.b."""
+    """Absolute dotted names including the imported attribute: `from .a import b` in p/c.py gives p.a.b."""
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -54,12 +54,12 @@ def imported_names(path: Path) -> Iterator[str]:
 
 
 def docstrings(tree: ast.Module) -> set[int]:
-    """The ids of all strings that are statements by themselves: documentation, which may name anything."""
+    """The ids of all strings that are statements: documentation, which may name anything."""
     return {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
 
 
 def said_names(path: Path) -> Iterator[str]:
-    """All dotted names in the code of a file: imports, attributes, and strings, by which modules can be found too."""
+    """All dotted names in the code of a file: imports, attributes, and strings, as these can name modules too."""
     yield from imported_names(path)
     tree = parse(path)
     documentation = docstrings(tree)
@@ -74,7 +74,7 @@ def said_names(path: Path) -> Iterator[str]:
 
 
 def says(path: Path, *prefixes: str) -> list[str]:
-    """Those names in a file that are one of `prefixes`, or lie in one."""
+    """The names in a file that equal one of `prefixes` or lie under one."""
     return [name for name in said_names(path) if any(f"{name}.".startswith(f"{each}.") for each in prefixes)]
 
 
@@ -84,7 +84,7 @@ MODULES = [path for path in PACKAGE_FILES if path.stem != "__init__"]
 
 
 def rank(order: list[str], rooms: tuple[str, ...]) -> int:
-    """The place in an order of the module or folder `rooms`, or of the folder that it is in."""
+    """The place in `order` of the module or folder `rooms`, or of its folder."""
     for length in range(len(rooms), 0, -1):
         if ".".join(rooms[:length]) in order:
             return order.index(".".join(rooms[:length]))
@@ -92,7 +92,7 @@ def rank(order: list[str], rooms: tuple[str, ...]) -> int:
 
 
 def may_import(importer: tuple[str, ...], imported: tuple[str, ...]) -> bool:
-    """Whether the first package in which the two part ways has the imported one above."""
+    """True if the imported module comes first in the package where the two paths diverge."""
     for depth in range(1, len(importer)):
         order = ORDER[".".join(importer[:depth])]
         mine, theirs = rank(order, importer[depth:]), rank(order, imported[depth:])
@@ -121,7 +121,7 @@ def test_order_names_only_what_exists():
             )
 
 
-def test_few_modules_stand_outside_of_a_folder():
+def test_few_modules_lie_outside_of_folders():
     names = [path.stem for path in MODULES if path.parent == Path("flashopt_compile")]
     assert len(names) <= MODULE_LIMIT, names
 
@@ -138,19 +138,19 @@ def test_sympy_stays_in_compand_and_bounds(path: Path):
 
 
 @pytest.mark.parametrize("path", PACKAGE_FILES, ids=str)
-def test_only_one_module_says_torch_compile(path: Path):
+def test_only_one_module_names_torch_compile(path: Path):
     if path != Path("flashopt_compile/inductor/compile.py"):
         assert not says(path, "torch.compile")
 
 
 @pytest.mark.parametrize("path", PACKAGE_FILES, ids=str)
-def test_the_insides_of_the_compiler_are_known_in_two_folders(path: Path):
+def test_only_two_folders_name_compiler_internals(path: Path):
     if not {"inductor", "kernels"} & set(path.parts[1:-1]):
         assert not says(path, "torch._inductor", "torch._dynamo", "torch._functorch")
 
 
 @pytest.mark.parametrize("path", PACKAGE_FILES, ids=str)
-def test_sharded_tensors_are_known_in_one_folder(path: Path):
+def test_only_one_folder_names_sharded_tensors(path: Path):
     if "distributed" not in path.parts[1:-1]:
         assert not says(path, "torch.distributed.tensor", "DTensor")
         assert not [name for name in said_names(path) if name.split(".")[-1] == "DTensor"]

@@ -1,4 +1,4 @@
-"""Bad input is refused in one sentence that names argument, value and what is allowed, before anything changes."""
+"""Bad input is refused before anything changes, in one sentence with the argument, its value and what is allowed."""
 
 import copy
 from typing import Any
@@ -65,7 +65,7 @@ def test_frozen_parameters_of_any_dtype_are_left_alone(dtype: torch.dtype):
     assert optimizer.memory()["parts"].keys() == {"weight", "gradient", *optimizer.state[p]}
 
 
-def test_a_frozen_parameter_we_cannot_store_is_refused_once_it_is_to_be_trained():
+def test_a_frozen_parameter_we_cannot_store_is_refused_once_unfrozen():
     frozen = Parameter(torch.ones(4, 4, dtype=torch.float64), requires_grad=False)
     optimizer = train(FlashAdamW([*parameters([ALIGNED]), frozen], eager=True), range(0))
     before = stored(optimizer)
@@ -104,7 +104,7 @@ def test_a_bad_group_is_not_added():
         assert_identical(stored(optimizer), before)
 
 
-def test_a_parameter_twice_is_refused():
+def test_a_parameter_given_twice_is_refused():
     p, q = parameters([ALIGNED] * 2)
     for params in ([p, q, p], [{"params": [p]}, {"params": [q, p]}]):
         with pytest.raises(ValueError, match="is given twice") as caught:
@@ -112,7 +112,7 @@ def test_a_parameter_twice_is_refused():
         assert_one_sentence(caught.value, "FlashAdamW: parameter ", str(ALIGNED))
 
 
-def test_torchs_own_refusals_stand():
+def test_torchs_own_checks_still_apply():
     with pytest.raises(ValueError, match="empty parameter list"):
         FlashAdamW([])
     with pytest.raises(TypeError, match="iterable of Tensors or dicts"):
@@ -203,7 +203,7 @@ def test_nesterov_needs_momentum_without_dampening(kind: Kind, options: dict[str
 
 
 @pytest.mark.parametrize("kind", EVERY)
-def test_unknown_options_are_refused_with_those_there_are(kind: Kind):
+def test_unknown_options_are_refused_and_known_ones_listed(kind: Kind):
     with pytest.raises(TypeError) as caught:
         kind(parameters([ALIGNED]), learning_rate=0.1)
     assert_one_sentence(caught.value, f"{kind.__name__}: unknown option 'learning_rate'", "lr", "master_weight_bits")
@@ -220,7 +220,7 @@ def test_options_of_another_optimizer_are_unknown():
             kind(parameters([ALIGNED]), **option)
 
 
-def test_arguments_twice_or_too_many_are_refused():
+def test_duplicate_or_too_many_arguments_are_refused():
     with pytest.raises(TypeError) as caught:
         FlashAdamW(parameters([ALIGNED]), 0.1, lr=0.2)
     assert_one_sentence(caught.value, "FlashAdamW: lr is given twice")
@@ -231,7 +231,7 @@ def test_arguments_twice_or_too_many_are_refused():
 
 @pytest.mark.parametrize("option", ["amsgrad", "capturable", "differentiable"])
 @pytest.mark.parametrize("kind", EVERY)
-def test_what_torch_has_and_we_lack_is_refused(kind: Kind, option: str):
+def test_torch_options_that_we_lack_are_refused(kind: Kind, option: str):
     with pytest.raises(ValueError) as caught:
         kind(parameters([ALIGNED]), **{option: True})
     assert_one_sentence(caught.value, f"{kind.__name__}: {option} is True; supported is False")
@@ -240,7 +240,7 @@ def test_what_torch_has_and_we_lack_is_refused(kind: Kind, option: str):
 
 @pytest.mark.parametrize("option", ["foreach", "fused"])
 @pytest.mark.parametrize("value", [None, True, False])
-def test_choices_among_torchs_implementations_are_taken_and_ignored(option: str, value: Any):
+def test_foreach_and_fused_are_accepted_and_ignored(option: str, value: Any):
     optimizer = FlashAdamW(parameters([ALIGNED]), **{option: value})
     assert option not in optimizer.param_groups[0]
 
@@ -269,7 +269,7 @@ def test_gradients_that_torch_itself_refuses():
 )
 def test_gradients_that_do_not_fit_are_refused(grad: torch.Tensor, kind: type[Exception], parts: list[str]):
     class Parameter:
-        """One that took its gradient before it changed; torch would not give it such a one."""
+        """A parameter that changed after it took its gradient. torch would refuse to set this gradient."""
 
         shape, device = torch.Size(ALIGNED), torch.device("cpu")
 
@@ -283,7 +283,7 @@ def test_a_gradient_of_another_shape_stops_the_step_before_it_starts():
     good, bad = parameters([ALIGNED] * 2)
     optimizer = train(FlashAdamW([good, bad], eager=True), range(1))
     give_gradients([good, bad], 1)
-    bad.data = torch.zeros(8, 8, dtype=torch.bfloat16)  # torch does not look at the gradient again
+    bad.data = torch.zeros(8, 8, dtype=torch.bfloat16)  # torch does not check the gradient again
     before = stored(optimizer)
     with pytest.raises(ValueError, match=r"gradient of 0\.1 has shape \(40, 64\)"):
         optimizer.step()
@@ -320,7 +320,9 @@ def test_a_sparse_gradient_stops_the_step_before_it_starts():
     ],
     ids=str,
 )
-def test_storage_does_not_change_under_a_run(kind: Kind, start: dict[str, Any], change: dict[str, Any]):
+def test_options_that_change_storage_are_refused_after_the_first_step(
+    kind: Kind, start: dict[str, Any], change: dict[str, Any]
+):
     (p,) = parameters([ALIGNED])
     optimizer = train(kind([p], **start, eager=True), range(1))
     optimizer.param_groups[0].update(change)
@@ -331,7 +333,7 @@ def test_storage_does_not_change_under_a_run(kind: Kind, start: dict[str, Any], 
     assert_identical(stored(optimizer), before)
 
 
-def test_a_parameter_cast_under_a_run_is_refused():
+def test_a_parameter_cast_during_a_run_is_refused():
     model = torch.nn.Linear(64, 40).to(torch.bfloat16)
     optimizer = FlashAdamW(model.parameters(), eager=True)
     train(optimizer, range(1))
@@ -342,7 +344,7 @@ def test_a_parameter_cast_under_a_run_is_refused():
     assert_identical(stored(optimizer), before)
 
 
-def test_skip_nonfinite_under_a_users_compile_says_why_not():
+def test_skip_nonfinite_in_a_callers_compile_is_refused_with_a_reason():
     optimizer = FlashAdamW(parameters([ALIGNED]), skip_nonfinite=True)
     give_gradients(optimizer.param_groups[0]["params"], 0)
     with pytest.raises(Exception, match="skip_nonfinite=True decides on the gradients' values"):

@@ -1,4 +1,4 @@
-"""The speed benchmark's own arithmetic, verdicts and files; its figures are measured by `make bench`, not here."""
+"""The speed benchmark's arithmetic, verdicts and files. `make bench` measures its figures."""
 
 import json
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def skipped(package: str) -> str:
 
 
 def stepping_by(change: float, shapes: peers.Shapes, device: torch.device) -> Runner:
-    """A contender that does nothing but add to its weights."""
+    """A contender that only adds to its weights."""
     weight = torch.zeros(shapes[0], device=device)
     return Runner([weight], lambda: None, lambda: weight.add_(change))
 
@@ -85,7 +85,7 @@ def test_quick_run_without_peers_writes_its_files_and_says_what_is_missing(
     assert (memory["value"], memory["unit"], memory["passed"]) == (3.0, "MiB", True)
 
 
-def test_ratio_is_that_of_the_minima_of_interleaved_rounds(monkeypatch: pytest.MonkeyPatch):
+def test_ratio_compares_minimum_times_of_interleaved_rounds(monkeypatch: pytest.MonkeyPatch):
     times = iter([4.0, 9.0, 2.0, 16.0, 3.0, 8.0])  # ours and theirs in turn
     monkeypatch.setattr(speed, "timed_ms", lambda runner, device: next(times))
     comparison = Comparison("work", SHAPES, OURS, THEIRS, goal=4.0)
@@ -94,9 +94,9 @@ def test_ratio_is_that_of_the_minima_of_interleaved_rounds(monkeypatch: pytest.M
 
 
 def test_growth_is_the_largest_time_per_element_over_the_smallest(monkeypatch: pytest.MonkeyPatch):
-    """The first step of each turn counts; the others have a row without a goal."""
+    """Only the first step of each turn has a goal. The others have a row without one."""
     monkeypatch.setattr(speed, "STEPS_AFTER_THE_FIRST", 2)
-    # 6 ms for 2^13 elements and 8 for 2^15; then 2 and 8
+    # minima: 6 ms for 2^13 elements and 8 ms for 2^15; in later steps 2 and 8
     times = iter([7.0, 4.0, 3.0, 8.0, 8.0, 9.0, 6.0, 2.0, 3.0, 8.0, 9.0, 9.0])
     monkeypatch.setattr(speed, "timed_ms", lambda runner, device: next(times))
     monkeypatch.setattr(peers, "OUR_ADAMW", OURS)
@@ -156,7 +156,7 @@ def test_baseline_that_moves_nothing_fails():
     assert row.note == "failed: theirs: RuntimeError: step 2 has changed no weight" and row.verdict == "failed"
 
 
-def test_ours_failing_is_an_error():
+def test_our_own_failure_is_an_error():
     with pytest.raises(RuntimeError, match="changed no weight"):
         compare(THEIRS, ours=Contender("ours", partial(stepping_by, 0.0)))
 
@@ -168,7 +168,7 @@ def test_interruption_is_not_blamed_on_a_baseline():
         raise KeyError("lr")
 
 
-def test_rounds_end_with_the_time_but_not_before_the_least():
+def test_rounds_end_when_time_is_up_but_not_before_the_least_rounds():
     assert len(list(rounds_of(Plan(least_rounds=2, most_rounds=5, seconds=0.0)))) == 2
     assert len(list(rounds_of(Plan(least_rounds=2, most_rounds=5, seconds=60.0)))) == 5
 
@@ -188,11 +188,11 @@ def test_mixed_scheme_steps_masters_and_rounds_them_to_the_weights():
 
 
 @pytest.mark.skipif(not fresh.CLEAR_REFS.exists(), reason="needs Linux's high-water mark of memory")
-def test_extra_memory_sees_what_a_step_frees_again():
+def test_extra_memory_includes_memory_that_a_step_frees():
     def step() -> None:
         torch.ones(8, 2**20)
 
-    step()  # so that the C library holds the freed memory, if it is going to
+    step()  # lets the C library keep the freed memory, if it does so
     extra_bytes = fresh.extra_bytes(step, CPU)
     assert extra_bytes is not None and 30 * 2**20 <= extra_bytes <= 40 * 2**20
 

@@ -1,4 +1,4 @@
-"""Kernels bound to their C++ functions, and each way to fall back: training goes on with the eager bits."""
+"""Kernels bound to their C++ functions, and every fallback: training goes on with the eager bits."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,14 +17,14 @@ from flashopt_compile.inductor import bind
 from flashopt_compile.inductor import compile as inductor
 from flashopt_compile.inductor.compile import BoundKernel
 
-# Small ones, and large ones of one to four dims, of one row and of many, with and without short groups.
+# Small parameters; large ones of one to four dims, with one row and with many, with and without short groups.
 SHAPES = [(40, 64), (48,), (33, 50), (300, 256), (300, 250), (1, 70001), (70000,), (32, 16, 12, 12), (40, 50, 33)]
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 @pytest.fixture(autouse=True)
 def start_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget what was compiled in this process, and what was said."""
+    """Forget this process's compiled kernels and past warnings."""
     monkeypatch.setattr(inductor, "_kernels", type(inductor._kernels)())
     monkeypatch.setattr(inductor, "_told", set())
 
@@ -38,7 +38,7 @@ def trained(eager: bool) -> list[Tensor]:
 
 
 def train_and_listen() -> tuple[list[Tensor], list[str]]:
-    """What compiled steps come to, and what they warn of."""
+    """The weights and states after compiled steps, and their warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = trained(eager=False)
@@ -46,7 +46,7 @@ def train_and_listen() -> tuple[list[Tensor], list[str]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_kernels_are_bound_and_say_nothing(dtype: torch.dtype):
+def test_kernels_are_bound_without_warnings(dtype: torch.dtype):
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         ours = train(FlashAdamW(parameters(SHAPES, dtype), lr=0.05), range(3))
@@ -56,13 +56,13 @@ def test_kernels_are_bound_and_say_nothing(dtype: torch.dtype):
 
 @pytest.mark.parametrize("rounding", ["dither", "nearest"])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_kernels_are_bound_whatever_the_rounding(momentum: float, rounding: str):
+def test_kernels_are_bound_for_every_rounding(momentum: float, rounding: str):
     FlashSGD(parameters([(64, 64), (48,)]), momentum=momentum, rounding=rounding).warmup(verbose=False)
     assert {type(each) for each in inductor._kernels.values()} == {BoundKernel}
 
 
 def change_graphs(change: Callable[[list[Any]], Any]) -> Patch:
-    """Have a backend that has compiled a graph note something else."""
+    """Patch the backend to change the graphs that it notes."""
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
         real = bind.Noting.__call__
@@ -78,7 +78,7 @@ def change_graphs(change: Callable[[list[Any]], Any]) -> Patch:
 
 
 def change_calls(change: Callable[[list[tuple[Any, tuple[Any, ...]]]], Any]) -> Patch:
-    """Have another call of a C++ function be noted than was made."""
+    """Patch the noting of C++ calls to change what it notes."""
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
         real = bind._run_noting
@@ -116,7 +116,7 @@ def call_without_gradient(calls: list[tuple[Any, tuple[Any, ...]]]) -> None:
 
 
 def give_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the function that was found spoil one weight."""
+    """Patch the C++ function that is found to spoil one weight."""
     real = bind.find
 
     def find(*args: Any) -> bind.Found:
@@ -153,7 +153,7 @@ def test_a_step_that_cannot_be_bound_is_called_through_dynamo(way: str, monkeypa
     assert why in told and "called through Dynamo" in told and "\n" not in told
     (kernel,) = inductor._kernels.values()
     assert isinstance(kernel, ComputedKernel)
-    # One that could not be bound; then for rows that follow each other, that lie apart, and of a single piece.
+    # One graph that could not be bound; then one each for consecutive rows, rows apart, and a single piece.
     assert graphs() - before <= 4
     assert_identical(found, trained(eager=True))
     again, told_again = train_and_listen()
@@ -182,7 +182,7 @@ UNCOMPILED: dict[str, tuple[Patch, Sequence[str]]] = {
 
 
 @pytest.mark.parametrize("way", UNCOMPILED)
-def test_where_nothing_can_be_compiled_the_step_itself_is_used(way: str, monkeypatch: pytest.MonkeyPatch):
+def test_steps_run_eagerly_if_nothing_can_be_compiled(way: str, monkeypatch: pytest.MonkeyPatch):
     patch, why = UNCOMPILED[way]
     patch(monkeypatch)
     found, (told,) = train_and_listen()
@@ -193,7 +193,7 @@ def test_where_nothing_can_be_compiled_the_step_itself_is_used(way: str, monkeyp
     assert not told_again
 
 
-def test_each_reason_is_told_once_for_all_kernels(monkeypatch: pytest.MonkeyPatch):
+def test_each_reason_is_warned_of_once_for_all_kernels(monkeypatch: pytest.MonkeyPatch):
     without_a_compiler(monkeypatch)
     with pytest.warns(RuntimeWarning) as caught:
         train(FlashAdamW(parameters(SHAPES)), range(2))
@@ -201,8 +201,8 @@ def test_each_reason_is_told_once_for_all_kernels(monkeypatch: pytest.MonkeyPatc
     assert len(caught) == 1
 
 
-def test_what_is_compiled_beside_is_not_noted():
-    """Each kernel has a backend of its own: graphs of others, compiled meanwhile, are none of its."""
+def test_graphs_compiled_by_others_are_not_noted():
+    """Each kernel has its own backend, which does not see graphs that others compile meanwhile."""
     seen: list[bind.Noting] = []
 
     class Noting(bind.Noting):

@@ -1,4 +1,4 @@
-"""The bounds themselves: every format has one, its three forms agree, and brute force finds no more and no less."""
+"""The error bounds: every format has one, its three forms agree, and brute force confirms that it is tight."""
 
 import math
 import re
@@ -79,7 +79,7 @@ def test_split_bound_counts_bytes_and_codes(format):
     bound = split_bound(format)
     assert bound.bytes == format.head.itemsize + format.tail.itemsize
     code = 1 / (2 * format.levels)
-    # fp32 far finer than the codes, and far coarser: half a code, then the rounding to fp32 besides.
+    # Half a code where fp32 is far finer than the codes; a rounding to fp32 is added where it is as coarse as the head.
     assert bound.number(ulp_head=1.0, ulp_fp32=0.0) == pytest.approx(code / 2, rel=0.01)
     assert bound.number(ulp_head=1.0, ulp_fp32=1.0) == pytest.approx(code, rel=0.01)
     assert split_bound(format, "dither").number(ulp_head=1.0) == pytest.approx(code, rel=0.01)
@@ -88,7 +88,7 @@ def test_split_bound_counts_bytes_and_codes(format):
 @pytest.mark.parametrize("format", [*GROUPS, *OTHERS], ids=lambda format: f"{format.compander.name} {format.signed}")
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_grouped_bound_is_the_largest_error_that_brute_force_finds(format: Grouped, rounding: str):
-    """Every ratio of a fine grid, in float64: to the nearest code, or to the farther of its two neighbours."""
+    """Check all ratios of a fine grid in float64, rounded to the nearest code or to the farther of two neighbours."""
     psi = sympy.lambdify(Y, format.compander.inverse, "numpy")
     values = np.concatenate([[0.0], psi(np.arange(1, format.levels + 1) / format.levels)])
     y = np.linspace(1e-12, 1, 1_000_003)

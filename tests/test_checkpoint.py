@@ -1,4 +1,4 @@
-"""State dicts: a run that is saved and loaded goes on bit for bit, and a wrong one changes nothing."""
+"""State dicts: a saved and loaded run continues bit for bit, and loading a wrong state dict changes nothing."""
 
 import copy
 import io
@@ -18,7 +18,7 @@ StateDict = dict[str, Any]
 
 
 def mixed(row: Row, seed: int = 0, **options: Any) -> FlashOptimizer:
-    """Three groups of three dtypes, each stored in its own way."""
+    """Three parameter groups of three dtypes, each stored in its own way."""
     groups = [
         {"params": parameters(SHAPES, torch.bfloat16, seed)},
         {"params": parameters(SHAPES, torch.float16, seed + 1), "master_weight_bits": 32, "rounding": "nearest"},
@@ -43,7 +43,7 @@ def through_a_file(state_dict: StateDict) -> StateDict:
 
 
 def other_order(state_dict: StateDict) -> StateDict:
-    """As a tool that sorts keys would leave it."""
+    """The state dict with its keys in another order, as after a tool that sorts them."""
     states = {key: dict(sorted(state.items(), reverse=True)) for key, state in state_dict["state"].items()}
     return {"param_groups": state_dict["param_groups"], "state": states}
 
@@ -102,7 +102,7 @@ def test_options_of_the_saved_groups_are_loaded():
     assert_identical(stored(train(second, range(2, 4))), stored(train(first, range(2, 4))))
 
 
-def test_a_state_dict_of_before_the_first_step_loads():
+def test_a_state_dict_saved_before_the_first_step_loads():
     fresh = FlashAdamW(parameters(), lr=0.5, eager=True).state_dict()
     assert fresh["state"] == {}
     optimizer = FlashAdamW(parameters(), eager=True)
@@ -197,7 +197,7 @@ def test_a_mismatch_is_one_sentence_and_changes_nothing(mismatch: str):
     assert_identical(stored(optimizer), before)
     assert optimizer.state_dict()["param_groups"] == groups
     good = optimizer.state_dict()
-    optimizer.load_state_dict(good)  # and it still loads what fits
+    optimizer.load_state_dict(good)  # the optimizer still loads a good one
 
 
 def test_a_state_dict_of_another_optimizer_is_refused():

@@ -1,4 +1,4 @@
-"""`flashopt inspect`, `convert` and `verify`: checkpoints without the programs that wrote them."""
+"""`flashopt inspect`, `convert` and `verify` work on checkpoints without the programs that wrote them."""
 
 import builtins
 import json
@@ -23,7 +23,7 @@ KINDS = {"adamw": (FlashAdamW, {}), "lion": (FlashLion, {}), "sgd": (FlashSGD, {
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a checkpoint in the working folder."""
+    """Save a checkpoint in the working folder and return its name."""
     monkeypatch.chdir(tmp_path)
     save("run.ckpt", *pair(), step=2)
     return "run.ckpt"
@@ -53,7 +53,7 @@ def test_inspect_shows_parts_versions_and_health(run: str, capsys: pytest.Captur
     assert found["health"][0]["nonfinite"] == 0
 
 
-def test_inspect_counts_what_is_not_finite(run: str, capsys: pytest.CaptureFixture[str]):
+def test_inspect_counts_nonfinite_values(run: str, capsys: pytest.CaptureFixture[str]):
     model, optimizer = pair()
     model.get_parameter("2.weight").data[3, :5] = torch.nan
     save(run, model, optimizer)
@@ -84,7 +84,7 @@ def test_verify_tells_identical_from_different(run: str, capsys: pytest.CaptureF
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_there_and_back_keeps_weights_to_the_bit_and_states_nearly(
+def test_converting_there_and_back_keeps_weights_exactly_and_states_nearly(
     kind: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -127,7 +127,7 @@ def test_safetensors_hold_exact_weights(run: str):
     assert_identical([found["0.weight.tail"]], [optimizer.state[model.get_parameter("0.weight")]["tail"]])
 
 
-def test_without_safetensors_the_rest_works(
+def test_other_conversions_work_without_safetensors(
     run: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     real = builtins.__import__
@@ -166,7 +166,7 @@ def test_mistakes_are_one_line(run: str, capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize("link", [None, os.symlink, os.link], ids=["itself", "symlink", "hard link"])
-def test_a_source_is_replaced_by_force_only(
+def test_a_source_is_overwritten_only_with_force(
     link: Callable[[str, str], None] | None, run: str, capsys: pytest.CaptureFixture[str]
 ):
     target = run
@@ -179,12 +179,12 @@ def test_a_source_is_replaced_by_force_only(
     assert Path(run).read_bytes() == before
     assert cli.main(["convert", run, target, "--to", "torch", "--force"]) == 0
     sizes = [line.split()[2] for line in capsys.readouterr().out.splitlines() if ".ckpt" in line]
-    assert len(sizes) == 2 and len(set(sizes)) == 2  # of the source before, and of what replaced it
+    assert len(sizes) == 2 and len(set(sizes)) == 2  # the size before and after
     content = torch.load(target, weights_only=True)
     assert "exp_avg" in content["optimizer"]["state"][0]
 
 
-def test_another_file_is_written_over_as_ever(run: str):
+def test_other_existing_files_are_overwritten(run: str):
     shutil.copy(run, "other.ckpt")
     assert cli.main(["convert", run, "other.ckpt", "--to", "torch"]) == 0
     assert "exp_avg" in torch.load("other.ckpt", weights_only=True)["optimizer"]["state"][0]
@@ -201,8 +201,8 @@ def losses(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, seed:
     return found
 
 
-def test_torch_optim_goes_on_from_a_converted_transformer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """With the loss curve it should have: that of FlashAdamW going on, and not that of an AdamW that starts anew."""
+def test_torch_optim_resumes_from_a_converted_transformer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its losses follow FlashAdamW's continued run, not those of an AdamW with new states."""
     monkeypatch.chdir(tmp_path)
     plan = Plan(steps=20, batch=8, shape=Shape(width=32, layers=1, heads=2, context=32))
     model = new_transformer(plan.shape, 0).to(torch.bfloat16)

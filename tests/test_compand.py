@@ -1,4 +1,4 @@
-"""Companders: each undone by its derived inverse, generated functions true to the expression, bad ones refused."""
+"""Companders: the derived inverse undoes each, generated functions equal the expression, bad ones are refused."""
 
 import copy
 import pickle
@@ -61,7 +61,7 @@ def test_compander_maps_zero_to_zero_one_to_one_and_rises(compander: Compander):
 @each
 @pytest.mark.parametrize("levels", [127, 255])
 def test_torch_functions_are_the_expression(compander: Compander, levels: int):
-    """In float64, against sympy's own numpy printer; all magnitudes of the scale that a group may have."""
+    """Compare with sympy's own numpy printer, in float64, for all magnitudes that a group's scale may have."""
     phi, psi = (sympy.lambdify(symbol, e, "numpy") for symbol, e in ((X, compander.expression), (Y, compander.inverse)))
     ratio = np.linspace(-1 if compander.odd else 0, 1, 2001)
     codes = np.arange(-levels if compander.odd else 0, levels + 1)
@@ -77,7 +77,7 @@ def test_torch_functions_are_the_expression(compander: Compander, levels: int):
 @each
 @pytest.mark.parametrize("levels", [127, 255])
 def test_torch_functions_depend_on_the_ratio_alone_in_fp32_at_every_scale(compander: Compander, levels: int):
-    """Nothing overflows or vanishes from the least scale to the largest that the compander admits."""
+    """Nothing overflows or vanishes between the smallest scale and the largest that the compander admits."""
     codes = torch.arange(-levels if compander.odd else 0, levels + 1).float()
     compress, expand, largest = (
         compander.compressor(levels),
@@ -97,9 +97,9 @@ def test_torch_functions_depend_on_the_ratio_alone_in_fp32_at_every_scale(compan
 @each
 @pytest.mark.parametrize("levels", [127, 255])
 def test_top_code_is_the_scale_itself(compander: Compander, levels: int):
-    """To within what an encoder lets pass, for every bf16 of a binade: or scales would creep up when stored again.
+    """The encoder's SLACK must cover the difference for every bf16 scale, or scales would creep up at each encoding.
 
-    Fractions have it to the bit, powers and others to within their rounding."""
+    Fractions are exact; powers and others are off by their rounding."""
     scales = 1 + torch.arange(128) / 128
     top = compander.expander(levels)(torch.full((128,), float(levels)), scales)
     assert ((top - scales).abs() < SLACK * scales).all()
@@ -113,7 +113,7 @@ def test_shipped_formats_admit_1e38():
 
 
 @each
-def test_oddness_is_seen(compander: Compander):
+def test_odd_companders_are_recognized(compander: Compander):
     assert compander.odd == (compander not in ROOTS)
 
 
@@ -127,7 +127,7 @@ def test_rational_family_holds_linear_and_softsign():
 
 
 @each
-def test_compander_is_a_value(compander: Compander):
+def test_companders_compare_by_value(compander: Compander):
     for twin in (
         Compander(compander.name, compander.expression),
         pickle.loads(pickle.dumps(compander)),
@@ -140,7 +140,7 @@ def test_compander_is_a_value(compander: Compander):
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_format_is_a_value(signed: bool):
+def test_formats_compare_by_value(signed: bool):
     format = Grouped(SOFTSIGN, signed, 64)
     for twin in (Grouped(SOFTSIGN, signed, 64), pickle.loads(pickle.dumps(format)), copy.deepcopy(format)):
         assert twin == format and hash(twin) == hash(format)
@@ -171,7 +171,7 @@ def test_bad_compander_gets_one_clear_sentence(expression: str, reason: str):
 
 
 @pytest.mark.parametrize("text", ["x +", "import os", "2 x", "x**"])
-def test_text_that_is_no_expression_is_quoted(text: str):
+def test_text_that_is_not_an_expression_is_quoted(text: str):
     with pytest.raises(ValueError) as raised:
         Compander("bad", text)
     assert str(raised.value) == f"compander 'bad' = {text} is not an expression that sympy can read."

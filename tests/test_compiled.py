@@ -1,4 +1,4 @@
-"""How often we compile: one graph for each step, whatever the numbers, the sizes and the schedules."""
+"""How often we compile: one graph per step, for all numbers, sizes and schedules."""
 
 import re
 from itertools import cycle, islice
@@ -20,12 +20,12 @@ from flashopt_compile.inductor import compile as inductor
 from flashopt_compile.inductor import gcc
 
 BF16 = torch.bfloat16
-# 15 shapes of whole groups, 40 tensors, among them one of a single group's height and ones of three and four dims.
+# 15 shapes of whole groups, used for 40 tensors. One is a single group, some have three or four dims.
 ALIGNED_SHAPES = [
     *[(32, 32), (64, 32), (32, 64), (48, 96), (1, 1024), (1024, 32), (20, 128), (33, 160), (7, 320), (130, 32)],
     *[(4, 8, 64), (3, 5, 2, 64), (16, 32, 2, 2), (12, 96), (40, 64)],
 ]
-# Rows of one whole group and of more; short groups of one element and of more; rows without a whole group.
+# Rows of one whole group and of several; short groups of one element and of several; rows without a whole group.
 RAGGED_SHAPES = [(64, 48), (64, 100), (40, 33), (45, 97), (100, 31), (64, 64), (16, 8, 3, 3), (9, 5, 70), (1, 1025)]
 
 
@@ -35,7 +35,7 @@ def graphs() -> int:
 
 @pytest.fixture
 def start_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget what earlier tests compiled, so that every graph is counted."""
+    """Forget the kernels of earlier tests, so that every graph is counted."""
     forget_kernels(monkeypatch)
 
 
@@ -60,7 +60,7 @@ def test_one_graph_serves_a_model_under_every_schedule(start_afresh: None):
     assert graphs() - before == 1
 
 
-def test_numbers_given_in_other_ways_make_no_new_graph(start_afresh: None):
+def test_other_types_of_numbers_make_no_new_graph(start_afresh: None):
     params = parameters([(64, 64), (128, 64)])
     optimizer = FlashAdamW(params, lr=1e-3)
     train(optimizer, range(1))
@@ -93,7 +93,7 @@ def test_rows_that_end_in_short_groups_share_the_graph_of_whole_ones(start_afres
 
 
 def test_more_than_eight_steps_each_have_a_graph_of_their_own(start_afresh: None):
-    """Dynamo counts graphs by code object: were the steps to share one, the ninth would fail."""
+    """Dynamo limits the graphs of a code object to eight. If steps shared one, the ninth would fail."""
     before = graphs()
     for number in range(10):
 
@@ -116,7 +116,7 @@ def test_more_than_eight_steps_each_have_a_graph_of_their_own(start_afresh: None
 
 
 def test_a_users_own_compile_gives_the_same_bits():
-    """`torch.compile(opt.step, fullgraph=True)` with default options: none of ours is in force there."""
+    """`torch.compile(opt.step, fullgraph=True)` uses default options and none of ours."""
     one, other = (FlashAdamW(parameters([(32, 64), (48,)]), lr=0.05) for _ in range(2))
     step = torch.compile(one.step, fullgraph=True)
     before = None
@@ -138,7 +138,7 @@ def test_eager_compiles_nothing():
 
 
 def test_gcc_is_told_to_use_vectors_as_wide_as_inductors():
-    """Or casts between floats and bits, of which steps are made, would go through memory half by half."""
+    """With narrower vectors, the many casts between floats and bits in a step would go through memory in halves."""
     isa = pick_vec_isa()
     with inductor_config.patch(gcc.wide_vectors()):
         flags = " ".join(CppTorchOptions(vec_isa=isa).get_cflags())
@@ -150,7 +150,7 @@ needs_gcc = pytest.mark.skipif(not gcc.loops_for_gcc(), reason="gcc on Linux alo
 
 
 def check_eager_bits(kind: Any, options: dict[str, Any], dtype: torch.dtype = BF16) -> None:
-    """Parameters whose groups make pairs, ones whose do not, and rows that end in short groups."""
+    """Compare parameters with even and odd numbers of groups, and with rows that end in short groups."""
     shapes = [(64, 64), (33, 32), (40, 75)]
     ours, theirs = (kind(parameters(shapes, dtype), lr=0.05, eager=eager, **options) for eager in (False, True))
     for number in range(3):
@@ -178,7 +178,7 @@ def check_eager_bits(kind: Any, options: dict[str, Any], dtype: torch.dtype = BF
 def test_gcc_vectorizes_every_loop_to_the_eager_bits(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: Any, options: dict[str, Any], dtype: torch.dtype, bits: int
 ):
-    """With one group in a piece and with two; a loop that it left out would take ten times as long."""
+    """Pieces have one group or two. A loop that is not vectorized would take ten times as long."""
     report, options_for_gcc = tmp_path / "loops", gcc.loops_for_gcc()
     march = f"{options_for_gcc['cpp.march']} -fopt-info-vec-optimized={report}"
     monkeypatch.setattr(gcc, "loops_for_gcc", lambda: {**options_for_gcc, "cpp.march": march})
@@ -196,7 +196,7 @@ def test_gcc_vectorizes_every_loop_to_the_eager_bits(
 @needs_gcc
 @pytest.mark.skipif(pick_vec_isa().bit_width() != 512, reason="needs vectors of 512 bits")
 def test_gcc_uses_whole_vectors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """In loops over the elements of two groups, of which it has made vectors of 64 bytes each, not of 32."""
+    """Loops over the elements of two groups use vectors of 64 bytes, not of 32."""
     report, options_for_gcc = tmp_path / "loops", gcc.loops_for_gcc()
     march = f"{options_for_gcc['cpp.march']} -fopt-info-vec-optimized={report}"
     monkeypatch.setattr(gcc, "loops_for_gcc", lambda: {**options_for_gcc, "cpp.march": march})
@@ -212,7 +212,7 @@ def test_gcc_uses_whole_vectors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 @needs_gcc
 def test_loops_are_left_to_gcc_when_dynamo_compiles_again(start_afresh: None):
-    """As it does when the number of threads has changed: the loops are the same."""
+    """Dynamo recompiles when the number of threads changes. The loops must be the same."""
     optimizer, threads = FlashLion(parameters([(64, 64)])), torch.get_num_threads()
     loops = []
     try:
@@ -227,8 +227,8 @@ def test_loops_are_left_to_gcc_when_dynamo_compiles_again(start_afresh: None):
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
-def test_autograd_notices_that_a_step_has_changed_what_it_saved(dtype: torch.dtype):
-    """A parameter that is stepped in place, and small ones that are copied."""
+def test_autograd_notices_that_a_step_changed_a_saved_tensor(dtype: torch.dtype):
+    """This holds for a parameter stepped in place and for a small one stepped in a pack."""
     for shape in ((512, 256), (64, 64)):
         (p,) = parameters([shape], dtype)
         optimizer = train(FlashAdamW([p]), range(1))
@@ -241,8 +241,8 @@ def test_autograd_notices_that_a_step_has_changed_what_it_saved(dtype: torch.dty
 
 
 def test_inductors_own_vectors_give_the_eager_bits(monkeypatch: pytest.MonkeyPatch):
-    """Where the compiler is not gcc."""
+    """Inductor's own vectors are used if the compiler is not gcc."""
     monkeypatch.setattr(gcc, "loops_for_gcc", dict)
     forget_kernels(monkeypatch)
-    with pytest.warns(RuntimeWarning, match="called through Dynamo"):  # its loops leave temporaries: no single function
+    with pytest.warns(RuntimeWarning, match="called through Dynamo"):  # temporaries prevent a single function
         check_eager_bits(FlashAdamW, {})

@@ -1,4 +1,4 @@
-"""Crashes and damage: processes killed while they save, full disks, and 500 damaged files."""
+"""Crashes and damage: processes killed during a save, full disks, and 500 damaged files."""
 
 import os
 import queue
@@ -36,11 +36,11 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path, monkeyp
     assert os.listdir(tmp_path) == ["run.ckpt"]
 
 
-LIMIT = 120.0  # seconds that any line of another process may take
+LIMIT = 120.0  # seconds to wait for a line of another process
 
 
 class Lines:
-    """The lines that a process writes, each of which must come within a limit."""
+    """The lines that a process writes. Each must arrive within LIMIT."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process, self._lines = process, queue.Queue[str]()
@@ -61,7 +61,7 @@ class Lines:
         return line
 
     def until(self, last: str) -> list[str]:
-        """All lines before the one that is `last`."""
+        """All lines before the line `last`."""
         lines: list[str] = []
         while (line := self.next()).strip() != last:
             lines.append(line)
@@ -78,7 +78,7 @@ def saves(lines: list[str]) -> list[int]:
 
 @contextmanager
 def started(program: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """A process with pipes to it, which is killed in the end if it is still there, with those that it has forked."""
+    """A process with pipes. At the end it is killed together with its forks, if still running."""
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     process = subprocess.Popen(program, start_new_session=True, **pipes)
     try:
@@ -89,7 +89,7 @@ def started(program: list[str]) -> Iterator[subprocess.Popen[str]]:
         process.wait(LIMIT)
 
 
-def test_a_process_that_dies_or_says_nothing_ends_the_wait(monkeypatch: pytest.MonkeyPatch):
+def test_a_process_that_dies_or_prints_nothing_ends_the_wait(monkeypatch: pytest.MonkeyPatch):
     with started([sys.executable, "-c", "print('one'); raise SystemExit(3)"]) as process:
         lines = Lines(process)
         assert lines.next() == "one\n"
@@ -102,8 +102,8 @@ def test_a_process_that_dies_or_says_nothing_ends_the_wait(monkeypatch: pytest.M
         monkeypatch.undo()
 
 
-def test_killed_at_any_moment_the_previous_checkpoint_is_whole(tmp_path: Path):
-    """Twenty times, each at another moment of a save; what the dead leave is removed by the next save."""
+def test_a_save_killed_at_any_moment_leaves_a_complete_checkpoint(tmp_path: Path):
+    """Kill twenty saves, each at another moment. The next save removes what they left behind."""
     path = tmp_path / "run.ckpt"
     moments = random.Random(7)
     program = [sys.executable, str(Path(__file__).parent / "saving.py"), str(path)]
@@ -123,17 +123,17 @@ def test_killed_at_any_moment_the_previous_checkpoint_is_whole(tmp_path: Path):
             done = max(saves([*lines, *written.until("dead")]))
             model, optimizer = pair(seed=9)
             extra = load(path, model, optimizer)
-            assert extra["count"] in (done, done + 1)  # renamed, and not told of any more
+            assert extra["count"] in (done, done + 1)  # killed after the rename and before the print
             assert (extra["weight"] == extra["count"]).all()
             leftovers += len(os.listdir(tmp_path)) - 1
         process.stdin.close()
         assert process.wait(LIMIT) == 0
-    assert leftovers  # or no process was killed within a save
+    assert leftovers  # else no process was killed during a save
     save(path, model, optimizer)
     assert os.listdir(tmp_path) == ["run.ckpt"]
 
 
-def test_what_others_are_writing_is_left_alone(tmp_path: Path):
+def test_partial_files_of_other_writers_are_left_alone(tmp_path: Path):
     model, optimizer = pair()
     host = file.socket.gethostname()
     alive = tmp_path / f".run.ckpt.{host}.{os.getppid()}.partial"
@@ -145,7 +145,7 @@ def test_what_others_are_writing_is_left_alone(tmp_path: Path):
 
 
 def damage(raw: bytes, random_: random.Random) -> bytes:
-    """Bytes flipped, overwritten, cut off, cut out, or put in."""
+    """Flip, overwrite, truncate, cut out or insert bytes."""
     data, kind = bytearray(raw), random_.randrange(5)
     at = random_.randrange(len(data))
     length = random_.randrange(1, 40)
@@ -184,7 +184,7 @@ def test_500_damaged_files_neither_crash_nor_load_silently(tmp_path: Path):
             assert_identical(snapshot(other, resumed), before)
             assert repr(resumed.param_groups[0]["lr"]) == options
             continue
-        # Damage where nothing is stored, such as the padding between tensors: what was loaded must be all right.
+        # The damage hit unused bytes, such as the padding between tensors, so everything must have loaded correctly.
         assert repr(extra) == repr(whole)
         assert_identical(snapshot(other, resumed), snapshot(model, optimizer))
         other, resumed = pair(seed=9)

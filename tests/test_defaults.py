@@ -1,4 +1,4 @@
-"""torch's default dtype and default device are the caller's: no tensor of ours follows them, and no bit changes."""
+"""torch's default dtype and device belong to the caller. None of our tensors follows them, and no bit changes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,7 +20,7 @@ KINDS: dict[str, tuple[type[FlashOptimizer], dict[str, Any]]] = {
     "FlashSGD": (FlashSGD, {"momentum": 0.9, "weight_decay": 0.1}),
     "FlashSGDW": (FlashSGDW, {"momentum": 0.9}),
 }
-# Small ones, which share a block; a large one; and large ones with ragged rows and of another layout.
+# Small parameters, which share a pack; a large one; large ones with ragged rows and with another layout.
 SHAPES = [(40, 64), (33, 50), (7,), (512, 160), (300, 250)]
 TRANSPOSED = (256, 288)
 
@@ -51,7 +51,7 @@ DEFAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "with meta": lambda: torch.device("meta"),
     "default meta": lambda: default_device("meta"),
 }
-# Which of the constructor, the first step and the later ones are under other defaults.
+# Which of constructor, first step and later steps run under other defaults.
 MOMENTS = {
     "always": (True, True, True),
     "construction": (True, False, False),
@@ -75,7 +75,7 @@ def trajectory(
     dtype: torch.dtype = torch.bfloat16,
     warm: bool = False,
 ) -> list[Tensor]:
-    """What four steps come to, each moment under `defaults` or not."""
+    """Weights and states after four steps. `moments` run under `defaults`."""
     make, options = KINDS[kind]
     at_construction, first, later = (defaults if moment else nullcontext for moment in moments)
     params = weights(dtype)
@@ -104,7 +104,7 @@ def assert_like_eager(kind: str, name: str, moments: str, **options: Any) -> Non
 
 
 def test_later_compiled_steps_have_the_same_bits_under_other_defaults():
-    """In a new process, which a pointer to memory that is not there would end."""
+    """Run in a new process, since a bad pointer would crash it."""
     fresh.run(step_later_under_all_defaults)
 
 
@@ -117,7 +117,7 @@ def step_later_under_all_defaults() -> None:
 
 @pytest.mark.parametrize("defaults", DEFAULTS)
 def test_kernels_compiled_under_other_defaults_have_the_same_bits(defaults: str):
-    """In a new process, whose every kernel is compiled under them; one by `warmup`, the others by a first step."""
+    """Run in a new process, so that every kernel is compiled under them: one by `warmup`, others by a first step."""
     fresh.run(compile_under, defaults)
 
 
@@ -136,7 +136,7 @@ def compile_under(name: str) -> None:
 
 
 def test_a_model_built_under_a_default_dtype_learns():
-    """In a new process, as a caller would: the default is set before the model is made, and stays."""
+    """Run in a new process. Like a caller, it sets the default before making the model and keeps it."""
     fresh.run(learn_under_bfloat16)
 
 

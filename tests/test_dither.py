@@ -1,4 +1,4 @@
-"""The counter-based noise: even, independent, and the same wherever and however they are drawn."""
+"""The counter-based noise is even, independent, and the same wherever and however it is drawn."""
 
 import itertools
 import math
@@ -29,19 +29,19 @@ def draw(step: int, stream: int = 0, index: Tensor = INDEX) -> np.ndarray:
 
 
 def excess(cells: np.ndarray, count: int) -> float:
-    """Chi-square of how evenly draws fall into `count` cells, in standard deviations from its mean."""
+    """Chi-square of the draws over `count` cells, in standard deviations from its mean."""
     expected = len(cells) / count
     statistic = ((np.bincount(cells, minlength=count) - expected) ** 2 / expected).sum()
     return (statistic - (count - 1)) / math.sqrt(2 * (count - 1))
 
 
 def correlation(a: np.ndarray, b: np.ndarray) -> float:
-    """In standard deviations of what independent draws would show."""
+    """The correlation, in standard deviations of that of independent draws."""
     return np.corrcoef(a, b)[0, 1] * math.sqrt(len(a))
 
 
 def joint_excess(a: np.ndarray, b: np.ndarray) -> float:
-    """Evenness over a 16 × 16 square: what is dependent without being correlated shows here."""
+    """Chi-square over a 16 × 16 square, which shows dependence without correlation too."""
     return excess((a * 16).astype(int) * 16 + (b * 16).astype(int), 256)
 
 
@@ -105,8 +105,8 @@ def test_compiled_draws_equal_eager_ones():
         assert [differences(a, b) for a, b in zip(compiled(*args), draws(*args), strict=True)] == [0] * 7
 
 
-def test_draws_are_the_hash_written_down():
-    """Run again years later, a checkpoint must draw the same numbers: the hash, in Python's own integers."""
+def test_draws_equal_the_documented_hash():
+    """A checkpoint must draw the same numbers years later. The hash is computed here in Python's integers."""
     mask = 2**32 - 1
     for index, step, stream in [(0, 0, 0), (1, 0, 0), (0, 1, 1), (123456789, 987654, 5), (2**31 + 7, 2**31 - 1, 3)]:
         bits = (index * 2654435761 + step * 1013904223) & mask
@@ -123,7 +123,7 @@ SHAPES = [(64, 32), (6, 75), (5, 33), (4, 3, 50), (2, 3, 5, 7), (70,), (7,)]
 
 
 def check_phases(block: Tensor, start: int) -> None:
-    """That the block, which holds the positions of its elements, draws what those positions draw."""
+    """Check that a block draws the noise of its elements' positions, which are its values."""
     step = torch.tensor(3, dtype=torch.int32)
     phases = phases_of(torch.tensor(start)) + sum(block_phases(block))
     assert torch.equal(mix_phases(phases + step_phase(step)), mix(block.to(torch.int32), step))

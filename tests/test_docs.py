@@ -1,4 +1,4 @@
-"""What the documentation shows runs: code blocks of README and docs, doctests, examples."""
+"""The documentation's code runs: code blocks of README and docs, doctests, examples."""
 
 import doctest
 import importlib
@@ -29,7 +29,7 @@ def module_name(path: Path) -> str:
 
 
 def runnable_blocks(text: str) -> list[tuple[int, str]]:
-    """(lines before it, code) of each block that is to run."""
+    """(lines before it, code) of each code block, except those marked no-run."""
     return [
         (text.count("\n", 0, block.start("code")), textwrap.dedent(block["code"]))
         for block in BLOCK.finditer(text)
@@ -43,14 +43,14 @@ def run_block(page: Path, lines_before: int, code: str, namespace: dict) -> None
         test.globs = namespace  # the parser copies the dict it is given
         failed, _ = doctest.DocTestRunner(optionflags=OPTIONS).run(test, clear_globs=False)
         assert not failed, f"doctest in {page.name} after line {lines_before}, see the captured output"
-    else:  # padded, so that a traceback names the page's own line
+    else:  # padded, so that tracebacks show the page's line numbers
         exec(compile("\n" * lines_before + code, str(page), "exec"), namespace)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    main = ModuleType("__main__")  # as for a reader's script: pickle and the __main__ guard work
+    main = ModuleType("__main__")  # so that pickle and the __main__ guard work as in a script
     monkeypatch.setitem(sys.modules, "__main__", main)
     for lines_before, code in runnable_blocks(page.read_text(encoding="utf-8")):
         run_block(page, lines_before, code, main.__dict__)

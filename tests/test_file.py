@@ -1,4 +1,4 @@
-"""Checkpoint files: whole or not written, verified or not loaded."""
+"""Checkpoint files are written completely or not at all, and verified before they are loaded."""
 
 import os
 from collections import OrderedDict
@@ -19,7 +19,7 @@ KINDS = {"adamw": (FlashAdamW, {}), "lion": (FlashLion, {}), "sgd": (FlashSGD, {
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_goes_on_bit_for_bit(kind: str, dtype: torch.dtype, tmp_path: Path):
+def test_a_run_resumes_bit_for_bit(kind: str, dtype: torch.dtype, tmp_path: Path):
     optimizer_type, options = KINDS[kind]
     model, optimizer = pair(dtype=dtype, kind=optimizer_type, **options)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -45,8 +45,8 @@ def test_a_run_goes_on_bit_for_bit(kind: str, dtype: torch.dtype, tmp_path: Path
     ],
     ids=str,
 )
-def test_a_run_goes_on_bit_for_bit_under_every_option(options: dict[str, Any], tmp_path: Path):
-    """Loaded into an optimizer that was made without them."""
+def test_a_run_resumes_bit_for_bit_with_every_option(options: dict[str, Any], tmp_path: Path):
+    """The loading optimizer was made without the options."""
     model, optimizer = pair(**options)
     save(tmp_path / "run.ckpt", model, optimizer)
     other, resumed = pair(seed=9)
@@ -56,20 +56,20 @@ def test_a_run_goes_on_bit_for_bit_under_every_option(options: dict[str, Any], t
     assert_identical(snapshot(other, resumed), snapshot(model, optimizer))
 
 
-def test_an_optimizer_of_torch_is_saved_and_loaded_too(tmp_path: Path):
+def test_torch_optimizers_are_saved_and_loaded_too(tmp_path: Path):
     path = tmp_path / "run.ckpt"
     models = [new_model(seed, torch.float32) for seed in (0, 9)]
     one, other = (torch.optim.AdamW(model.parameters()) for model in models)
     go_on(models[0], one, range(2))
     save(path, models[0], one)
     load(path, models[1], other)
-    path.write_bytes(b"")  # nothing may lie in the file any more
+    path.write_bytes(b"")  # loaded tensors must not be mapped from the file
     go_on(models[0], one, range(2, 4))
     go_on(models[1], other, range(2, 4))
     assert_identical(snapshot(models[1], other), snapshot(models[0], one))
 
 
-def test_a_file_is_plain_to_torch_load(tmp_path: Path):
+def test_torch_load_reads_a_file(tmp_path: Path):
     model, optimizer = pair()
     save(tmp_path / "run.ckpt", model, optimizer)
     content = torch.load(tmp_path / "run.ckpt", weights_only=True)
@@ -78,7 +78,7 @@ def test_a_file_is_plain_to_torch_load(tmp_path: Path):
     assert content["parameters"][0] == ["0.weight"]
 
 
-def test_a_bf16_run_takes_at_most_45_percent_of_an_fp32_one(tmp_path: Path):
+def test_a_bf16_file_takes_at_most_45_percent_of_an_fp32_one(tmp_path: Path):
     sizes = []
     kinds: list[tuple[Any, torch.dtype]] = [(FlashAdamW, torch.bfloat16), (torch.optim.AdamW, torch.float32)]
     for kind, dtype in kinds:
@@ -90,8 +90,8 @@ def test_a_bf16_run_takes_at_most_45_percent_of_an_fp32_one(tmp_path: Path):
     assert sizes[0] / sizes[1] <= 0.45
 
 
-def test_memory_that_parameters_share_is_written_once(tmp_path: Path):
-    """Small states are views of one block; tied weights are one tensor; views bring no more than themselves."""
+def test_shared_memory_is_written_once(tmp_path: Path):
+    """Small states are views of one memory, tied weights are one tensor, and a view is saved without its base."""
     model, optimizer = pair()
     model.append(nn.Linear(64, 48).to(torch.bfloat16))
     model[-1].weight = model[2].weight
@@ -113,7 +113,7 @@ def test_wrapped_models_save_and_load_as_plain_ones(tmp_path: Path):
     load(tmp_path / "run.ckpt", torch.compile(other), resumed)  # pyright: ignore[reportArgumentType]
 
 
-def test_what_cannot_be_loaded_safely_is_not_saved(tmp_path: Path):
+def test_values_that_cannot_be_loaded_safely_are_not_saved(tmp_path: Path):
     model, optimizer = pair()
     path = tmp_path / "run.ckpt"
     save(path, model, optimizer, note="before")
@@ -137,7 +137,7 @@ def test_a_damaged_tensor_is_named(tmp_path: Path):
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"not a checkpoint", os.urandom(1000)])
-def test_a_file_of_another_kind_is_one_sentence(content: bytes, tmp_path: Path):
+def test_a_file_of_another_kind_is_refused_in_one_sentence(content: bytes, tmp_path: Path):
     path = tmp_path / "run.ckpt"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"run.ckpt cannot be read; it is truncated, altered or no checkpoint"):
@@ -208,7 +208,7 @@ def test_a_file_that_does_not_fit_changes_neither_model_nor_optimizer(misfit: st
     assert_identical(snapshot(model, optimizer), before)
 
 
-def test_a_model_that_refuses_halfway_is_set_back(tmp_path: Path):
+def test_a_model_that_fails_halfway_through_loading_is_restored(tmp_path: Path):
     save(tmp_path / "run.ckpt", *pair())
     model, optimizer = pair(seed=9)
     state, before = dict(optimizer.state), snapshot(model, optimizer)
@@ -225,7 +225,7 @@ def test_a_model_that_refuses_halfway_is_set_back(tmp_path: Path):
     go_on(model, optimizer, range(1))
 
 
-def test_versions_of_modules_go_along(tmp_path: Path):
+def test_module_versions_are_saved_and_loaded(tmp_path: Path):
     model, optimizer = pair()
     save(tmp_path / "run.ckpt", model, optimizer)
     other, resumed = pair(seed=9)

@@ -1,7 +1,7 @@
-"""Records of FlashOptim, bitsandbytes and torchao: read to the formats' bounds, and FlashOptim's written again.
+"""Records of FlashOptim, bitsandbytes and torchao load within the formats' bounds; FlashOptim's can be written too.
 
-The records are state dicts of flashoptim 0.1.4 (run on a CPU by Triton's interpreter, its tests for CUDA answered with
-yes), bitsandbytes 0.50.2 and torchao 0.18.0 after three steps, with what each package itself decodes them to.
+The records are state dicts after three steps of flashoptim 0.1.4, bitsandbytes 0.50.2 and torchao 0.18.0, with the
+values that each package itself decodes. flashoptim ran on a CPU in Triton's interpreter, with its CUDA checks patched.
 """
 
 import warnings
@@ -39,7 +39,7 @@ def of_record(name: str) -> tuple[FlashOptimizer, dict[str, Any]]:
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_recorded_flashoptim_states_load(name: str):
-    """bf16, fp16 and fp32 parameters: weights to the bit, states to the bound of their own decoding."""
+    """Parameters are bf16, fp16 and fp32. Weights are exact, states within the bound of FlashOptim's own decoding."""
     optimizer, record = of_record(name)
     optimizer.load_state_dict(record["state_dict"])
     assert optimizer.param_groups[0]["master_weight_bits"] == (32 if name == "adamw32" else 24)
@@ -70,7 +70,7 @@ def test_recorded_flashoptim_states_load_uncompressed(name: str):
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_what_is_written_for_flashoptim_has_its_keys_dtypes_and_numbers(name: str):
+def test_flashoptim_export_has_its_keys_dtypes_and_values(name: str):
     optimizer, record = of_record(name)
     optimizer.load_state_dict(record["state_dict"])
     written = flashoptim_state_dict(optimizer)
@@ -82,11 +82,11 @@ def test_what_is_written_for_flashoptim_has_its_keys_dtypes_and_numbers(name: st
         assert {key: (value.dtype, value.shape) for key, value in ours.items()} == {
             key: (value.dtype, value.shape) for key, value in state.items()
         }
-        if "error_bits" in state:  # bits, which may be those of a NaN
+        if "error_bits" in state:  # compared as bits, which may form NaNs
             width = torch.int16 if state["error_bits"].element_size() == 2 else torch.int32
             assert torch.equal(ours["error_bits"].view(width), state["error_bits"].view(width))
         for key in state:
-            if key.endswith("::quantized"):  # their codes of our codes: each rounds once
+            if key.endswith("::quantized"):  # re-encoded from our codes, so rounded twice
                 assert ((ours[key].int() - state[key].int()).abs() <= 3).all()
     again, _ = of_record(name)
     again.load_state_dict(written)
@@ -96,7 +96,7 @@ def test_what_is_written_for_flashoptim_has_its_keys_dtypes_and_numbers(name: st
             assert (held(optimizer, one)[letter] - held(again, two)[letter]).abs().max() <= 0.02 * largest
 
 
-def test_scales_beyond_fp16_are_refused_and_those_below_are_told_of():
+def test_export_refuses_scales_above_fp16_and_warns_of_those_below():
     optimizer = train(FlashLion(parameters([ALIGNED]), eager=True), range(1))
     state = optimizer.state[params_of(optimizer)[0]]
     state["m.scales"].fill_(1e6)
@@ -111,7 +111,7 @@ def test_scales_beyond_fp16_are_refused_and_those_below_are_told_of():
         assert flashoptim_state_dict(optimizer)["state"][0]["exp_avg::scales"].dtype == torch.bfloat16
 
 
-def test_states_without_a_name_there_are_refused():
+def test_states_without_a_flashoptim_name_are_refused():
     optimizer = train(FlashSGDW(parameters(), momentum=0.9, eager=True), range(1))
     assert set(flashoptim_state_dict(optimizer)["state"][0]) >= {"momentum_buffer::quantized"}
 
@@ -135,7 +135,7 @@ EIGHT_BITS: dict[str, tuple[type[FlashOptimizer], dict[str, Any], list[str]]] = 
 def test_recorded_bitsandbytes_states_load(name: str, is_nested: bool):
     record = recorded("bitsandbytes-0.50.pt")[name]
     state_dict = record["state_dict"]
-    if not is_nested:  # as versions before 0.4x wrote them
+    if not is_nested:  # as written before version 0.4x
         for state in state_dict["state"].values():
             state |= state.pop("__bnb_optimizer_quant_state__")
     kind, options, names = EIGHT_BITS[name]
@@ -152,7 +152,7 @@ def test_recorded_bitsandbytes_states_load(name: str, is_nested: bool):
 
 
 def test_recorded_torchao_states_load():
-    """Their tensors as plain ones with the same parts: the class itself needs the package."""
+    """Plain tensors with the same attributes stand in for torchao's class, which needs the package."""
     record = recorded("torchao-0.18.pt")
     states = {number: dict(state) for number, state in enumerate(record["plain"])}
     for number, tensors in enumerate(record["parts"]):
@@ -167,7 +167,7 @@ def test_recorded_torchao_states_load():
     train(optimizer, range(1))
 
 
-def test_torchao_itself():
+def test_states_of_the_installed_torchao_load():
     low_bit = pytest.importorskip("torchao.optim", reason="torchao is not installed: pip install torchao")
     from torchao.optim.subclass_8bit import OptimState8bit  # pyright: ignore[reportMissingImports]
 
@@ -197,7 +197,7 @@ SPOILED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", SPOILED)
-def test_a_foreign_state_that_does_not_fit_is_one_sentence(case: str):
+def test_a_foreign_state_that_does_not_fit_is_refused_in_one_sentence(case: str):
     _, change, sentence = SPOILED[case]
     optimizer, record = of_record("adamw")
     record["state_dict"]["state"][0] |= change

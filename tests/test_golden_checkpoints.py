@@ -1,8 +1,8 @@
-"""Checkpoints of every version so far load, and go on to the weights that their own version came to.
+"""Checkpoints of all past versions load and continue to the weights that their own version reached.
 
-Bit for bit since the version that last changed arithmetic or draws; one before it comes to within its roundings.
+They do so bit for bit since the last version that changed arithmetic or draws, and within rounding errors before.
 
-python tests/test_golden_checkpoints.py   writes those of this version; a file once committed is never written again
+python tests/test_golden_checkpoints.py   writes this version's files; a committed file is never written again
 """
 
 from pathlib import Path
@@ -24,7 +24,7 @@ OPTIONS = {"FlashSGD": {"momentum": 0.9}, "FlashSGDW": {"momentum": 0.9, "nester
 
 
 class Mixed(nn.Module):
-    """A weight of each dtype, stored in codes or not, in whole groups or not."""
+    """A weight of each dtype, with 8-bit or fp32 states, in whole groups or not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def step(model: Mixed, optimizer: FlashOptimizer, gradients: list[dict[str, Tens
 
 
 def write(folder: Path) -> None:
-    """What it is to come to is saved along, with the gradients: no generator need stay the same."""
+    """Save the gradients and expected weights along, so that no random generator need stay the same."""
     random = torch.Generator().manual_seed(1)
     shapes = {name: parameter.shape for name, parameter in Mixed().named_parameters()}
     first, *second = (
@@ -69,17 +69,17 @@ def write(folder: Path) -> None:
         save(path, model, optimizer, gradients=second, weights=goes_on.get_fp32_model_state_dict(later))
 
 
-def test_every_optimizer_has_one():
+def test_every_optimizer_has_a_golden_checkpoint():
     kinds = {Archive.read(path).kind().__name__ for path in FILES}
     assert kinds == set(OPTIMIZERS)
 
 
-def test_this_version_has_its_own():
+def test_this_version_has_golden_checkpoints():
     assert any(f"-{library_version()}-" in path.name for path in FILES)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_golden_checkpoint_goes_on(path: Path):
+def test_a_golden_checkpoint_resumes(path: Path):
     model, optimizer = new(Archive.read(path).kind().__name__)
     extra = load(path, model, optimizer)
     assert optimizer.param_groups[1]["master_weight_bits"] == 32
@@ -91,8 +91,8 @@ def test_a_golden_checkpoint_goes_on(path: Path):
         assert_identical(list(weights.values()), expected)
         return
     for ours, theirs in zip(weights.values(), expected, strict=True):
-        # Since 0.3 other numbers are drawn: in each of two steps a code of each of two states, 2 % of the learning rate
-        # (0.02) or less; and a code of the weight. Lion's step may turn round where its momentum is next to nothing.
+        # Version 0.3 changed the draws. In each of two steps a code of each of two states may differ, which is 2 % of
+        # the learning rate (0.02) or less, and a code of the weight. Lion's step may change sign for tiny momenta.
         away = (ours - theirs).abs()
         assert away.max() <= 2 * 2 * 0.02
         assert (away > 2 * 2 * 0.02 * 0.02 + theirs.abs().max() * 2.0**-16).double().mean() <= 1 / 500

@@ -1,4 +1,4 @@
-"""Ours against vectors recorded from the published implementation, wherever the record is itself correct."""
+"""Our formats agree with vectors recorded from the published implementation, where the record is correct."""
 
 from functools import cache
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_split_agrees_with_the_record(format: Split):
     head, tail = format.encode(w)
     assert differences(head, recorded_head(ecc[f"{narrow}_narrow_bits"], format.head)) == 0
 
-    finite = head.isfinite()  # else theirs has a tail that means nothing: docs/differences.md
+    finite = head.isfinite()  # their other tails are meaningless: docs/differences.md
     w, theirs, head, tail = w[finite], theirs[finite], head[finite], tail[finite]
     limit = split_bound(format).function()(ulp_head=ulp(head, format.head), ulp_fp32=ulp(w, torch.float32))
     assert ((format.decode(head, tail).double() - w.double()).abs() <= limit).all()
@@ -51,7 +51,7 @@ def test_split_agrees_with_the_record(format: Split):
     codes = torch.from_numpy(ecc[f"{key}_err"])[finite].int()
     apart = (tail.int() - codes).abs()
     assert apart.max() <= 1
-    assert apart.count_nonzero() < len(w) / 1000  # ties between two codes, broken otherwise
+    assert apart.count_nonzero() < len(w) / 1000  # ties between two codes
 
 
 @each_split
@@ -75,7 +75,7 @@ each_state = pytest.mark.parametrize("format", [MOMENTUM, VARIANCE], ids=["momen
 
 
 class Comparison:
-    """Ours and theirs of one recorded tensor, element by element."""
+    """Our values and the recorded ones for one tensor, element by element."""
 
     def __init__(self, format: Grouped, kind: str, size: int) -> None:
         key = f"{'s' if format.signed else 'v'}_{kind}_{size}"
@@ -85,7 +85,7 @@ class Comparison:
         self.ours = dequantize(self.codes, scales, signed=format.signed, sqrt=not format.signed)
         group = torch.arange(size) // format.group_size
         self.scale = scales.double()[group]
-        # Theirs is the scale of the variance's root, in fp16: normal where it has all its bits.
+        # The recorded scale is that of the variance's root, in fp16. It has all its bits only if it is normal.
         self.their_scale = recorded["scale"].double()[group] ** (1 if format.signed else 2)
         fp16 = recorded["scale"][group]
         self.sane = fp16.isfinite() & (fp16 >= torch.finfo(torch.float16).smallest_normal)
@@ -123,7 +123,7 @@ def test_mean_error_is_close_to_the_recorded_one_where_fp16_scales_serve(format:
 
 @each_state
 @pytest.mark.parametrize("kind", ["n1e-9", "n1e6"])
-def test_what_fp16_scales_lose_is_kept(format: Grouped, kind: str):
+def test_groups_lost_by_fp16_scales_are_kept(format: Grouped, kind: str):
     compared = Comparison(format, kind, 4097)
     assert not compared.sane.any()
     assert not compared.theirs.any() or not compared.theirs.isfinite().any()

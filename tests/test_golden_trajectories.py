@@ -1,8 +1,8 @@
-"""Our trajectories beside those recorded from the published FlashOptim (tests/golden; 20 steps, nearest rounding).
+"""Compare our trajectories with those recorded from the published FlashOptim (tests/golden; 20 steps, nearest).
 
-Where both store the same thing they agree to what the record's README allows. Where we store 8-bit states
-differently (row groups, bf16 scales, a fourth root) both are held against the exact trajectory, which ours
-must not miss by more than the record does. The record of quantized AdamW is far from exact from step 5 on.
+Where both store the same values, they agree within the tolerance of the record's README. Where we store 8-bit
+states differently (row groups, bf16 scales, a fourth root), both are compared with the exact trajectory, and our
+error must not exceed the record's. The record of quantized AdamW is far from exact from step 5 on.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ GOLDEN = Path(__file__).parent / "golden"
 INPUTS = np.load(GOLDEN / "traj_inputs.npz")
 STEPS, TIMES = 20, (1, 5, 20)
 RTOL = 1e-5  # the README's
-RECORDED = Grouped(SOFTSIGN)  # but for its scales, which are fp16
+RECORDED = Grouped(SOFTSIGN)  # except for its fp16 scales
 CODES = {"bf16_24": (2.0**-8, 254), "bf16_32": (2.0**-8, 65534), "fp16_24": (2.0**-11, 254), "fp32": (0.0, 1)}
 STORED = {"bf16_24": (torch.bfloat16, 24), "bf16_32": (torch.bfloat16, 32), "fp16_24": (torch.float16, 24)}
 QUANTIZED = ("bf16_24", "bf16_32", "fp16_24", "fp32")
@@ -55,7 +55,7 @@ def initial(dtype: torch.dtype) -> list[Parameter]:
 
 
 def run(optimizer: FlashOptimizer) -> Iterator[int]:
-    """Take the recorded steps, stopping where the record has something to say."""
+    """Take the recorded steps and yield at the recorded times."""
     params = optimizer.param_groups[0]["params"]
     for step in range(1, STEPS + 1):
         for number, parameter in enumerate(params):
@@ -66,7 +66,7 @@ def run(optimizer: FlashOptimizer) -> Iterator[int]:
 
 
 def exact(name: str, dtype: torch.dtype) -> dict[int, list[Tensor]]:
-    """The float64 trajectory at the recorded times; the start at 0."""
+    """The float64 trajectory at the recorded times, with the initial weights at 0."""
     row: Row = ROWS[name]
     weights = [parameter.detach().double() for parameter in initial(dtype)]
     states = [{key: torch.zeros_like(w) for key in ("m", "v")} for w in weights]
@@ -98,7 +98,7 @@ def made(name: str, storage: str, quantize: bool, kind: type[FlashOptimizer] | N
 
 
 def tolerance(weight: Tensor, storage: str) -> Tensor:
-    """The README's: rtol and one step of the error-correction code; an ulp is at most 2^-7 or 2^-10 of its head."""
+    """The README's tolerance: rtol plus one error-correction code. An ulp is at most 2^-7 or 2^-10 of its head."""
     relative_ulp, codes = CODES[storage]
     return weight.abs() * (RTOL + 2 * relative_ulp / codes) + 1e-7
 
@@ -114,8 +114,8 @@ def test_fp32_with_exact_states_follows_the_record(name: str):
 
 @pytest.mark.parametrize("storage", QUANTIZED)
 @EVERY
-def test_the_first_step_is_the_records(name: str, storage: str):
-    """No state has been rounded yet, so however states are stored the weights agree."""
+def test_the_first_step_equals_the_record(name: str, storage: str):
+    """No state has been rounded yet, so weights agree however states are stored."""
     optimizer, record = made(name, storage, quantize=True), Record(name, f"{storage}_q")
     next(run(optimizer))
     for number, parameter in enumerate(optimizer.param_groups[0]["params"]):
@@ -125,7 +125,7 @@ def test_the_first_step_is_the_records(name: str, storage: str):
 
 @dataclass(frozen=True)
 class Bf16State:
-    """A state as the record keeps it when it does not quantize: in the parameter's dtype."""
+    """An unquantized state in the parameter's dtype, as in the record."""
 
     names = ("value",)
 
@@ -155,10 +155,10 @@ class Bf16Lion(FlashOptimizer, rule=rule(m=Bf16State())(lion.function)):
     ("name", "kind", "share"), [("adamw", Bf16AdamW, 0.9), ("sgdm", Bf16SGD, 0.99), ("lion", Bf16Lion, 0.99)]
 )
 def test_bf16_weights_and_states_follow_the_record(name: str, kind: type[FlashOptimizer], share: float):
-    """Given the record's own way of storing states, all but a few weights stay within its tolerance.
+    """With states stored as in the record, all but a few weights stay within its tolerance.
 
-    For those few 0.9·m + 0.1·g of bf16 numbers lay on a tie between two others, which fp32 breaks one way or
-    the other depending on the order of operations; they go on from its two sides.
+    For those few, 0.9·m + 0.1·g was a tie between two bf16 numbers. The order of fp32 operations breaks it one way
+    or the other, and the trajectories diverge from there.
     """
     optimizer, record = made(name, "bf16_24", quantize=False, kind=kind), Record(name, "bf16_24_nq")
     start = initial(torch.bfloat16)
@@ -178,7 +178,7 @@ def master(optimizer: FlashOptimizer, parameter: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("storage", QUANTIZED)
 @EVERY
-def test_8_bit_states_lead_no_further_astray_than_the_records(name: str, storage: str):
+def test_8_bit_states_err_no_more_than_the_record(name: str, storage: str):
     optimizer, record = made(name, storage, quantize=True), Record(name, f"{storage}_q")
     truth = exact(name, optimizer.param_groups[0]["params"][0].dtype)
     for step in run(optimizer):
@@ -187,12 +187,12 @@ def test_8_bit_states_lead_no_further_astray_than_the_records(name: str, storage
             error, theirs = ((each - truth[step][number]).norm() for each in (weight, record.weight(step, number)))
             assert error <= 1.3 * theirs
             displacement = (truth[step][number] - truth[0][number]).norm()
-            if theirs <= 0.01 * displacement:  # the record is right here: we are where it is
+            if theirs <= 0.01 * displacement:  # the record is right, so we must agree with it
                 assert (weight - record.weight(step, number)).norm() <= 0.02 * displacement
 
 
 @EVERY
-def test_first_momentum_is_the_records_to_within_both_bounds(name: str):
+def test_first_momentum_equals_the_record_within_both_bounds(name: str):
     optimizer, record = made(name, "bf16_24", quantize=True), Record(name, "bf16_24_q")
     next(run(optimizer))
     parameter = optimizer.param_groups[0]["params"][0]

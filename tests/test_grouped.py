@@ -1,4 +1,4 @@
-"""Companded groups: errors within the derived bound, means of zero, groups that never touch each other."""
+"""Companded groups: errors are within the derived bound and zero on average, and groups never affect each other."""
 
 import math
 from collections.abc import Callable
@@ -24,9 +24,9 @@ from quant.ulp import STATE_NOISE_BITS
 FORMATS = [*GROUPS, Grouped(LINEAR, signed=False), Grouped(SOFTSIGN, signed=False), Grouped(mu_law(), signed=False)]
 ROUNDINGS = ("nearest", "dither")
 DRAWN_EDGES = (0, 2**STATE_NOISE_BITS - 1)
-# What a code may be off by and still count as whole.
+# A code may be off by this much and still count as whole.
 MARGIN = 2.0 ** -(STATE_NOISE_BITS + 1)
-# What the optimizers store, and the published momentum: each compiled once, for COUNT elements.
+# The optimizers' formats and the published momentum, each compiled once for COUNT elements.
 COMPILED = [SIGNED8, ROOT8, Grouped(SOFTSIGN)]
 
 
@@ -56,7 +56,7 @@ def noises(shape: tuple[int, ...], step: int = 0) -> Tensor:
 
 
 def groups(seed: int, signed: bool, size: int = 32) -> Tensor:
-    """COUNT elements in groups: of all scales, of all spreads within a group, with zeros and repeated values."""
+    """COUNT elements in groups of all scales and spreads, with zeros and repeated values."""
     generator = np.random.default_rng(seed)
     shape = (COUNT // size, size)
     scale = 10.0 ** generator.uniform(-42, 36, (shape[0], 1))
@@ -68,7 +68,7 @@ def groups(seed: int, signed: bool, size: int = 32) -> Tensor:
 
 
 def check_bound(format: Grouped, rounding: str, x: Tensor, scales: Tensor, decoded: Tensor) -> Tensor:
-    """That finite groups err within the bound: its share."""
+    """Check that finite groups err within the bound. Return the errors as shares of it."""
     limit = grouped_bound(format, rounding).function()(scale=scales.double())
     share = (decoded.double() - x.double()).abs() / limit
     worst = int(share.argmax())
@@ -77,7 +77,7 @@ def check_bound(format: Grouped, rounding: str, x: Tensor, scales: Tensor, decod
 
 
 def check_scales(x: Tensor, scales: Tensor) -> None:
-    """That each scale is the least bf16 not below the group's largest value but for the slack, read from its bits."""
+    """Check from its bits that each scale is the least bf16 not below the group's largest value, minus the slack."""
     largest = x.abs().amax(-1, keepdim=True).double()
     scale, least = scales.double(), 2.0**-118
     assert not scale[largest == 0].any()
@@ -121,7 +121,7 @@ def test_bound_holds_for_every_group_size(format: Grouped, size: int, rounding: 
 
 
 def dense(format: Grouped, count: int = 2**18) -> Tensor:
-    """All of [0, 1] evenly, and right above zero, in one group of scale one."""
+    """One group of scale one, with values evenly from 0 to 1 and right above zero."""
     ends = torch.tensor([1.0, 1e-30, 1e-8])
     return torch.cat([ends, torch.linspace(0, 1, count)])[None]
 
@@ -137,14 +137,14 @@ def test_bound_is_tight_for_nearest(format: Grouped):
 def test_bound_is_tight_for_dither(format: Grouped):
     x = dense(format)
     shares = []
-    for edge in DRAWN_EDGES:  # always the lower code, always the upper
+    for edge in DRAWN_EDGES:  # always the lower code, then always the upper
         codes, scales = format.encode(x, torch.full_like(x, edge, dtype=torch.int32))
         shares.append(check_bound(format, "dither", x, scales, format.decode(codes, scales)).max())
     assert max(shares) > 0.99
 
 
 def neighbours(format: Grouped, ratio: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The representable values, as shares of the scale, on either side of each ratio ≥ 0; in float64 from ψ."""
+    """The representable values on either side of each ratio ≥ 0, as shares of the scale, in float64 from ψ."""
     psi = sympy.lambdify(Y, format.compander.inverse, "numpy")
     values = np.concatenate([[0.0], psi(np.arange(1, format.levels + 1) / format.levels)])
     above = np.searchsorted(values, ratio, side="left").clip(1, format.levels)
@@ -153,7 +153,7 @@ def neighbours(format: Grouped, ratio: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 @each_format
 def test_dithered_codes_and_values_are_right_on_average(format: Grouped):
-    """Codes to the margin that keeps whole ones whole, values to the bend of ψ between two codes, and chance."""
+    """Besides chance, codes may be off by MARGIN, values by ψ's bend between two codes as well."""
     draws = 2**14
     phi = sympy.lambdify(PHI, format.compander.expression, "numpy")
     ratio = np.concatenate([[1.0], np.random.default_rng(3).uniform(0.01, 1, 31)]).astype(np.float32)
@@ -236,7 +236,7 @@ def test_unsigned_value_above_zero_never_vanishes(format: Grouped, rounding: str
 @each_format
 @each_rounding
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 3.4e38])
-def test_what_is_not_finite_poisons_its_own_group_alone(format: Grouped, rounding: str, poison: float):
+def test_nonfinite_values_poison_only_their_own_group(format: Grouped, rounding: str, poison: float):
     if poison < 0 and not format.signed:
         poison = math.inf
     x = groups(4, format.signed)[:64].clone()
@@ -306,7 +306,7 @@ def format_of(options: dict[str, Any]) -> Grouped:
 
 
 def rows_of(shape: tuple[int, ...], size: int) -> int:
-    """The number of rows by the documented rule: trailing dims, but never the first, until they hold a group."""
+    """The number of rows. As documented, a row is the trailing dims, never the first, until they hold a group."""
     start = len(shape) - 1
     while start > 1 and math.prod(shape[start:]) < size:
         start -= 1
@@ -316,7 +316,7 @@ def rows_of(shape: tuple[int, ...], size: int) -> int:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_every_group_is_quantized_by_itself(shape: tuple[int, ...], options: dict[str, Any]):
-    """Against the plainest loop there is: one group after the other, as a vector of its own."""
+    """Compare with the simplest loop, which takes each group as a vector of its own."""
     x = tensor_of(shape, options)
     format = format_of(options)
     codes, scales = quantize(x, **options)
@@ -375,7 +375,7 @@ def test_draws_differ_by_step_and_repeat_for_the_same():
     assert (first != later).float().mean() > 0.2
 
 
-def test_own_compander_serves_like_a_shipped_one():
+def test_own_compander_works_like_a_shipped_one():
     own = Compander("own", "5*x / (1 + 4*Abs(x))")
     x = tensor_of((64, 32), {})
     codes, scales = quantize(x, compander=own)

@@ -1,4 +1,4 @@
-"""Memory: steps leave none behind, and what is dropped is freed at once, all without the cyclic collector.
+"""Memory: steps leak none, and dropped objects are freed at once, without the cyclic garbage collector.
 
 Each case runs in a new process with `gc.disable()` and reads its resident memory. FLASHOPT_STEPS=2000 takes more steps.
 """
@@ -20,11 +20,11 @@ from torch.nn import Parameter
 from flashopt_compile import FlashAdam, FlashAdamW, FlashLion, FlashOptimizer, FlashSGD
 
 STEPS = int(os.environ.get("FLASHOPT_STEPS", "100"))
-SETTLED = 50  # steps after which nothing may be added
+SETTLED = 50  # memory may not grow after this many steps
 MIB = 2**20
 ALLOWED = 2 * MIB
-# All but the small ones above 65,536 elements, at which parameters are no longer stepped together: a tensor or a block
-# left behind by each step shows soon.
+# All but the small ones exceed 65,536 elements, above which parameters are not packed. A tensor or block leaked by
+# each step then shows soon.
 LAYOUTS: dict[str, list[tuple[tuple[int, ...], str]]] = {
     "contiguous": [((512, 256), "contiguous")],
     "ragged": [((200, 784 + 16), "contiguous"), ((400, 301), "contiguous")],
@@ -43,7 +43,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"quantize": False},
     {"maximize": True},
 ]
-# Beside the layouts: options, one parameter group each; dtypes of weights and gradients; and what changes each step.
+# Besides layouts: options (one parameter group each), dtypes of weights and gradients, and changes at each step.
 CASES: dict[str, dict[str, Any]] = {
     **{layout: {"layouts": [layout]} for layout in LAYOUTS},
     "options": {"layouts": ["contiguous", "ragged", "small"], "options": OPTIONS},
@@ -62,7 +62,7 @@ KINDS = {each.__name__: each for each in (FlashAdam, FlashAdamW, FlashLion, Flas
 
 
 def resident() -> int:
-    """Bytes of memory that this process has, without what the C library keeps of freed memory for later."""
+    """This process's resident bytes, without freed memory that the C library keeps."""
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -88,7 +88,7 @@ def set_gradients(params: list[Parameter], dtype: torch.dtype, transpose: bool) 
         p.grad = grad.t().contiguous().t() if transpose and grad.dim() == 2 else grad
 
 
-# The suite runs those that once grew, and one of each kind; `make hunt` runs all.
+# The suite runs the cases that once leaked and one of each kind. `make hunt` runs all.
 QUICK = [
     "ragged",
     "channels last",
@@ -147,11 +147,11 @@ def make_and_drop(eager: bool) -> None:
             optimizer.step()
         del params, optimizer
         sizes.append(resident())
-    grown = max(sizes[2:]) - sizes[1]  # the first compile
+    grown = max(sizes[2:]) - sizes[1]  # the first optimizers compile
     assert grown <= ALLOWED, [f"{size / MIB:.0f}" for size in sizes]
 
 
-# What is dropped
+# Dropped objects
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ def stepped(eager: bool, **options: Any) -> tuple[list[Parameter], FlashOptimize
 
 
 def memories(tensors: list[Tensor]) -> list[weakref.ref[torch.UntypedStorage]]:
-    """Weak references to the memory of tensors; dead once nothing refers to it, in Python or in C++."""
+    """Weak references to the memory of tensors. They die once nothing in Python or C++ refers to it."""
     return [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
 
 
@@ -220,7 +220,7 @@ def test_replaced_weights_are_freed_at_once(eager: bool, no_collector: None):
 
 
 @pytest.mark.parametrize("eager", [True, False])
-def test_a_model_cast_to_and_fro_leaves_no_weights_behind(eager: bool, no_collector: None):
+def test_a_cast_model_leaves_no_old_weights_behind(eager: bool, no_collector: None):
     model = nn.Sequential(nn.Linear(512, 512), nn.Linear(500, 301)).to(torch.bfloat16)
     optimizer = FlashAdamW(model.parameters(), eager=eager)
     set_gradients(list(model.parameters()), torch.bfloat16, False)
@@ -241,7 +241,7 @@ def test_replaced_states_are_freed_at_once(eager: bool, no_collector: None):
 
 
 def test_large_models_trained_and_dropped_take_the_memory_of_one():
-    """33.5 million parameters each, as a sweep over learning rates would; by the resident memory."""
+    """Train models of 33.5 million parameters in turn, as a sweep over learning rates does; read resident memory."""
     fresh.run(train_and_drop)
 
 

@@ -1,6 +1,6 @@
-"""Whatever the course of use, a compiled optimizer holds the bits of an eager one that remembers nothing.
+"""In any course of use, a compiled optimizer has the bits of an eager one that remembers nothing.
 
-`make hunt` runs more courses, longer ones, and with more kinds of kernels. FLASHOPT_KNOWN leaves out what it names.
+`make hunt` runs more and longer courses with more kinds of kernels. FLASHOPT_KNOWN lists rules and kinds to skip.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ TestCourse.settings = QUICK
 
 @pytest.fixture
 def fresh_course() -> Iterator[Course]:
-    """A course of an optimizer whose kernel has yet to be compiled."""
+    """A course with an optimizer whose kernel has not been compiled yet."""
     course = Course()
     course.begin(kind="fresh AdamW", shapes=list(SHAPES), dtypes=(BF16,), seed=0)
     yield course

@@ -1,4 +1,4 @@
-"""States as torch.optim has them: ours loads them, torch.optim loads ours, and toggling keeps them to the bound."""
+"""torch.optim's states load here, ours load in torch.optim, and toggling the format keeps them within the bound."""
 
 import copy
 from typing import Any
@@ -61,7 +61,7 @@ def test_ours_loads_what_torch_optim_saved(row: Row, dtype: torch.dtype):
 
 @pytest.mark.parametrize("row", NAMESAKES, ids=lambda row: row.name)
 def test_torch_optim_loads_what_ours_saved_and_steps_alike(row: Row):
-    """An fp32 model whose states are fp32 as well: both then follow the same path, to rounding."""
+    """With an fp32 model and fp32 states, both follow the same path up to rounding."""
     ours = row.optimizer(
         parameters(SHAPES, torch.float32), **row.options, quantize=False, compress_state_dict=False, eager=True
     )
@@ -92,7 +92,7 @@ def test_toggling_keeps_states_to_the_bound_and_the_rest_to_the_bit(row: Row):
         assert not any(key.endswith((".codes", ".scales")) for key in state)
     resumed = row.optimizer(parameters(), **row.options, eager=True)
     resumed.load_state_dict(expanded)
-    assert resumed.param_groups[0]["compress_state_dict"]  # of whoever saves, not of what was saved
+    assert resumed.param_groups[0]["compress_state_dict"]  # the loading optimizer's own choice
     for one, other in zip(params_of(optimizer), params_of(resumed), strict=True):
         assert_identical(
             [resumed.state[other][key] for key in ("step", "tail")],
@@ -117,7 +117,7 @@ def test_states_rounded_to_nearest_survive_toggling_bit_for_bit():
     assert_identical(stored(resumed), stored(optimizer))
 
 
-def test_a_group_of_its_own_may_be_saved_uncompressed():
+def test_a_single_parameter_group_may_be_saved_uncompressed():
     groups = [
         {"params": parameters([ALIGNED])},
         {"params": parameters([RAGGED], seed=1), "compress_state_dict": False},
@@ -131,8 +131,8 @@ def test_a_group_of_its_own_may_be_saved_uncompressed():
     assert resumed.state[resumed.param_groups[1]["params"][0]]["m.codes"].dtype == torch.int8
 
 
-def test_a_tail_that_went_through_torch_optim_is_not_taken_for_one():
-    """torch.optim casts and keeps what it does not know, while the weights move on."""
+def test_a_stale_tail_from_torch_optim_is_ignored():
+    """torch.optim casts and keeps the unknown tail while the weights change, so the tail is stale."""
     ours = train(FlashAdamW(parameters(), compress_state_dict=False, eager=True), range(2))
     theirs = torch.optim.AdamW([Parameter(p.detach().clone()) for p in params_of(ours)])
     theirs.load_state_dict(ours.state_dict())
@@ -142,7 +142,7 @@ def test_a_tail_that_went_through_torch_optim_is_not_taken_for_one():
     assert not resumed.state[params_of(resumed)[0]]["tail"].any()
 
 
-def test_tails_stay_when_a_state_dict_says_nothing_of_them():
+def test_tails_stay_if_a_state_dict_has_none():
     """Exact weights are set first, then the states of torch.optim are loaded."""
     model = torch.nn.Linear(64, 40)
     theirs = torch.optim.AdamW(model.parameters())
@@ -158,7 +158,7 @@ def test_tails_stay_when_a_state_dict_says_nothing_of_them():
     assert_identical(list(ours.get_fp32_model_state_dict(model).values()), list(before.values()))
 
 
-def test_what_torch_optim_has_and_ours_lacks_is_refused():
+def test_torch_optim_options_that_we_lack_are_refused():
     amsgrad = torch.optim.AdamW(parameters(), amsgrad=True)
     give_gradients(params_of(amsgrad), 0)
     amsgrad.step()

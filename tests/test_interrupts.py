@@ -1,6 +1,6 @@
-"""Interrupted steps: at whatever line, a parameter has taken the step or has not: count, weight and states together.
+"""A step interrupted at any line has happened for a parameter or not: count, weight and states agree.
 
-FLASHOPT_EVERY_LINE=1 tries every line that a step runs, and not only some of them.
+FLASHOPT_EVERY_LINE=1 tries every line that a step runs, not only some of them.
 """
 
 import os
@@ -25,9 +25,9 @@ import quant
 from flashopt_compile import FlashAdamW, FlashOptimizer
 
 EVERY_LINE = os.environ.get("FLASHOPT_EVERY_LINE") == "1"
-INTERRUPTS = 25  # that a course tries otherwise, spread over the lines of a step
+INTERRUPTS = 25  # otherwise tried, spread over the lines of a step
 OUR_FILES = tuple(f"{Path(str(package.__file__)).parent}{os.sep}" for package in (flashopt_compile, quant))
-# Small ones, which share a block; a large one; and large ones with ragged rows and of another layout.
+# Small parameters, which share a pack; a large one; large ones with ragged rows and with another layout.
 SHAPES = [(40, 64), (48,), (33, 40), (512, 160), (300, 250)]
 TRANSPOSED = (256, 288)
 
@@ -35,7 +35,7 @@ Trace = Callable[[FrameType, str, Any], Any]
 
 
 class Lines:
-    """Counts the lines of our own files that run, and raises KeyboardInterrupt at one of them."""
+    """Counts the lines run in our own files and raises KeyboardInterrupt at one of them."""
 
     def __init__(self, at: int | None = None) -> None:
         self.passed = 0
@@ -73,7 +73,7 @@ def params_of(optimizer: FlashOptimizer) -> list[Parameter]:
 
 
 def held(optimizer: FlashOptimizer) -> list[dict[str, Tensor]]:
-    """Copies of what there is of each parameter; a state that is not there yet is as one of zeros."""
+    """Copies of each parameter's weight and states, if these exist yet."""
     return [
         {"weight": p.detach().clone(), **{key: value.clone() for key, value in optimizer.state.get(p, {}).items()}}
         for p in params_of(optimizer)
@@ -81,7 +81,7 @@ def held(optimizer: FlashOptimizer) -> list[dict[str, Tensor]]:
 
 
 def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    """The names of what differs; a state of zeros is the same as none."""
+    """The names of the tensors that differ. A missing state equals zeros."""
     zero = torch.zeros(())
     return [key for key in {**found, **expected} if not equal(found.get(key, zero), expected.get(key, zero))]
 
@@ -97,7 +97,7 @@ def prepared(eager: bool, steps_before: int) -> FlashOptimizer:
 
 
 def interrupted(eager: bool, steps_before: int, at: int) -> tuple[FlashOptimizer, str]:
-    """An optimizer whose step was interrupted, and where; nowhere if the step ended before that line."""
+    """An optimizer whose step was interrupted, and where. Empty if the step ended before that line."""
     optimizer = prepared(eager, steps_before)
     with Lines(at) as lines:
         try:
@@ -109,8 +109,8 @@ def interrupted(eager: bool, steps_before: int, at: int) -> tuple[FlashOptimizer
 
 @pytest.mark.parametrize("steps_before", [0, 1, 3], ids=["first step", "second step", "later step"])
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
-def test_a_step_interrupted_at_any_line_happened_for_a_parameter_or_did_not(eager: bool, steps_before: int):
-    train(new_optimizer(eager), range(4))  # so that all kernels are there
+def test_a_step_interrupted_at_any_line_is_complete_or_absent_for_each_parameter(eager: bool, steps_before: int):
+    train(new_optimizer(eager), range(4))  # compiles all kernels
     course = prepared(eager, steps_before)
     before = held(course)
     with Lines() as lines:
@@ -133,7 +133,7 @@ def test_a_step_interrupted_at_any_line_happened_for_a_parameter_or_did_not(eage
                 )
         taken = {not differing(now, old) for now, old in zip(found, before, strict=True)}
         if not eager:
-            # A compiled step on a CPU is all or nothing; what did not happen is done again.
+            # A compiled step on a CPU is all or nothing. If it did not happen, take it again.
             if len(taken) > 1:
                 wrong.append(f"{where}: some parameters have taken the step and others have not")
             elif taken == {True}:
@@ -166,7 +166,7 @@ def test_a_step_that_fails_in_a_hook_or_closure_changes_nothing(eager: bool):
 
 @pytest.mark.parametrize("seconds", [0.5, 2.0])
 def test_ctrl_c_while_the_first_step_compiles_leaves_a_clean_start(seconds: float, tmp_path: Path):
-    """A real signal, to a process whose kernel is not in any cache; the step is then taken as if for the first time."""
+    """Send a real signal to a process without cached kernels. It can then take the step as if for the first time."""
     process = subprocess.Popen(
         fresh.command(be_interrupted, flags=["-u"]),
         env=fresh.environment(TORCHINDUCTOR_CACHE_DIR=str(tmp_path)),

@@ -1,4 +1,4 @@
-"""The GPU kernels that Inductor writes, without a GPU: how many, what they move and take, and the bits they compute."""
+"""Inductor's GPU kernels, tested without a GPU: their number, memory traffic, resources and computed bits."""
 
 import re
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ NVIDIA = ("sm_90", "sm_80", "sm_100")
 
 
 def differences(emitted: Emitted, shape: tuple[int, ...], t: int = 7) -> dict[str, int]:
-    """How many elements of each part the emitted kernels and the eager step leave with other bits."""
+    """Count per part the elements whose bits differ between emitted kernels and eager step."""
     step = emitted.step
     ours = every_number(step, shape, emitted.grad_dtype)
     theirs = [tensor.clone() for tensor in ours]
@@ -32,7 +32,7 @@ def differences(emitted: Emitted, shape: tuple[int, ...], t: int = 7) -> dict[st
     interpret(emitted, [theirs], t, **hyper_of(step))
     names = ("head", "gradient", *step.storage.parts(shape))
     assert any(not same(old, new).all() for old, new in zip(before, theirs, strict=True)), "nothing was stepped"
-    # What is cast to an integer beside a weight that is not finite is undefined; it is never used.
+    # The tail of a non-finite weight comes from an undefined cast. It is never used.
     meant = {"tail": ours[0].isfinite()}
     return {
         name: int((~same(one, other))[meant.get(name, ...)].sum())
@@ -60,8 +60,8 @@ def test_a_step_is_one_kernel_of_least_traffic_that_spills_nothing_and_computes_
         assert machine.widest_load_bits >= 64
 
 
-def test_the_source_for_nvidia_is_one_but_for_the_devices_own_properties():
-    """So that what is emitted for one of them may be compiled for all."""
+def test_nvidia_sources_differ_only_in_device_properties():
+    """Source emitted for one NVIDIA target can thus be compiled for all."""
     sources = []
     for target in NVIDIA:
         (kernel,) = Case("lion", "bf16+8", True).emit(target).kernels.values()
@@ -70,14 +70,14 @@ def test_the_source_for_nvidia_is_one_but_for_the_devices_own_properties():
 
 
 @pytest.mark.parametrize("combo_kernels, launches", [(False, 2), (True, 1)])
-def test_rows_that_end_in_a_short_group_take_two_kernels_or_one_of_both(combo_kernels: bool, launches: int):
+def test_ragged_rows_take_two_kernels_or_one_combined(combo_kernels: bool, launches: int):
     moved = traffic(Case("lion", "bf16+8", True).emit("sm_90", shapes=[(1000, 1000)], combo_kernels=combo_kernels))
     assert (moved.launches, moved.temporaries) == (launches, 0)
     assert abs(moved.excess) <= 0.01
 
 
 @pytest.mark.parametrize("combo_kernels, launches", [(False, 20), (True, 1)])
-def test_twenty_parameters_in_one_graph_take_a_launch_each_or_one_in_all(combo_kernels: bool, launches: int):
+def test_twenty_parameters_in_one_graph_take_a_launch_each_or_one_in_total(combo_kernels: bool, launches: int):
     shapes = [(64 * number, 256) for number in range(1, 21)]
     moved = traffic(emit(sgd.sgd, "sm_90", dtype=torch.float32, shapes=shapes, combo_kernels=combo_kernels))
     assert (moved.launches, moved.temporaries) == (launches, 0)
@@ -112,7 +112,7 @@ def adamw_on_sm_90() -> Emitted:
 
 @dataclass(frozen=True)
 class CastAndBack(Split):
-    """A split by casts, which Inductor folds away: what must never be written."""
+    """A wrong split that casts to the head and back, which Inductor folds away."""
 
     def advance(self, head: Tensor, tail: Tensor, by: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
         w = self.decode(head, tail) + by
@@ -122,7 +122,7 @@ class CastAndBack(Split):
         return new_head, codes.round().clamp(-self.levels, self.levels).to(self.tail)
 
 
-def test_a_split_by_casts_and_back_is_caught():
+def test_a_split_that_casts_and_back_is_caught():
     step = Step(lion.lion, Storage(CastAndBack(), (("m", SIGNED8),)), "nearest", False)
     found = differences(emit_step(step, "sm_90", [SQUARE], torch.bfloat16), SQUARE)
     assert found["tail"] > 1000
@@ -142,7 +142,7 @@ def test_a_split_by_casts_and_back_is_caught():
         ),
     ],
 )
-def test_what_the_code_is_not_for_is_refused(
+def test_tensors_and_options_that_do_not_fit_the_kernel_are_refused(
     shape: tuple[int, ...], changes: dict[int, torch.dtype], hyper: dict[str, float], sentence: str
 ):
     emitted = adamw_on_sm_90()

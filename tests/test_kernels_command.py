@@ -1,4 +1,4 @@
-"""`flashopt kernels`: its table and JSON, what it keeps, and what it says to wrong input and other versions."""
+"""`flashopt kernels`: its table and JSON, the files it keeps, and its errors for wrong input and other versions."""
 
 import json
 import subprocess
@@ -36,7 +36,7 @@ def own_rule(tmp_path: Path) -> Path:
     return path
 
 
-def test_json_has_a_row_per_target_and_out_keeps_what_was_made(
+def test_json_has_a_row_per_target_and_out_keeps_the_files(
     own_rule: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     targets = "sm_80,sm_90,sm_100,gfx942,xpu"
@@ -91,7 +91,7 @@ def test_wrong_input_is_one_line(
     assert error.count("\n") == 1
 
 
-def test_a_shape_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]):
+def test_an_invalid_shape_is_refused(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         cli.main(["kernels", "--shape", "4096,x"])
     assert "is '4096,x'; allowed are whole numbers" in capsys.readouterr().err
@@ -107,13 +107,13 @@ def test_other_versions_are_refused_not_guessed_at(monkeypatch: pytest.MonkeyPat
         emit(sgd.sgd)
 
 
-def test_a_missing_triton_is_told_how_to_get(monkeypatch: pytest.MonkeyPatch):
+def test_the_error_for_a_missing_triton_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pretend, "CHECKED", {"no-such-package": "1.0"})
     with pytest.raises(pretend.UncheckedVersion, match=r"not installed; .* pip install 'flashopt-compile\[kernels\]'"):
         pretend.check_versions()
 
 
-def test_intel_is_not_compiled_for():
+def test_intel_targets_are_not_compiled():
     emitted = emit(sgd.sgd, "xpu")
     with pytest.raises(ValueError, match="target is 'xpu'; triton's wheel has compilers for NVIDIA and AMD alone"):
         compile_offline(emitted)
@@ -147,7 +147,7 @@ def test_emitting_forgets_nothing_that_training_has_compiled():
     assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def test_training_imports_none_of_it():
+def test_training_does_not_import_kernels():
     program = (
         "import sys, torch, flashopt_compile\n"
         "p = torch.nn.Parameter(torch.zeros(4))\np.grad = torch.ones(4)\n"

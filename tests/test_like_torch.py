@@ -1,4 +1,4 @@
-"""Where torch.optim steps, we step; what we cannot step is refused in a sentence before anything changes."""
+"""We step whatever torch.optim steps, or refuse it in one sentence before anything changes."""
 
 # pyright: reportPrivateImportUsage=false
 
@@ -41,7 +41,7 @@ def transposed(p: Parameter) -> Tensor:
 @pytest.mark.parametrize("tie", [same_memory, first_half, transposed])
 @pytest.mark.parametrize("shape", [SMALL, LARGE, RAGGED], ids=["small", "large", "ragged"])
 def test_weights_tied_by_data_get_every_update(shape: tuple[int, ...], tie: Callable[..., Tensor], eager: bool):
-    """As if they were stepped one after the other, whatever lies between them."""
+    """Tied weights are stepped one after the other, even with another parameter in between."""
 
     def tied() -> list[Parameter]:
         first, between, last = parameters([shape, SMALL, shape])
@@ -61,7 +61,7 @@ def test_weights_tied_by_data_get_every_update(shape: tuple[int, ...], tie: Call
 
 
 def test_tied_weights_learn_as_with_torch():
-    """Two layers over one memory, against torch.optim.AdamW: the same losses, nearly."""
+    """Two layers that share memory have nearly the losses of torch.optim.AdamW."""
 
     def losses(make: Callable[..., torch.optim.Optimizer]) -> list[float]:
         torch.manual_seed(0)
@@ -87,7 +87,7 @@ def test_tied_weights_learn_as_with_torch():
 
 @BOTH
 @pytest.mark.parametrize("shape", [SMALL, LARGE, RAGGED], ids=["small", "large", "ragged"])
-def test_a_gradient_is_stepped_by_whether_or_not_it_is_required(shape: tuple[int, ...], eager: bool):
+def test_a_parameter_with_a_gradient_is_stepped_even_if_frozen(shape: tuple[int, ...], eager: bool):
     def course(is_required: bool) -> list[Tensor]:
         params = [p.requires_grad_(is_required) for p in parameters([shape, SMALL])]
         return stored(train(FlashAdamW(params, eager=eager), range(3)))
@@ -98,7 +98,7 @@ def test_a_gradient_is_stepped_by_whether_or_not_it_is_required(shape: tuple[int
 @BOTH
 @pytest.mark.parametrize("shape", [SMALL, LARGE, RAGGED, (300, 300)], ids=str)
 @pytest.mark.parametrize("share", [lambda p: p.detach(), lambda p: p.detach().t()], ids=["itself", "transposed"])
-def test_a_gradient_in_the_weights_own_memory_is_as_good_as_a_copy(
+def test_a_gradient_in_the_weights_own_memory_works_like_a_copy(
     shape: tuple[int, ...], share: Callable[..., Tensor], eager: bool
 ):
     def course(copy: bool) -> list[Tensor]:
@@ -195,7 +195,7 @@ def test_a_frozen_parameter_we_cannot_store_is_refused_once_it_gets_a_gradient(d
 
 
 def with_numpy(make: Callable[[float], Any], name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """An option with numbers of numpy's, and the same with Python's."""
+    """An option with numpy numbers, and the same option with Python numbers."""
     values = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
     value = values[name]
     theirs = tuple(map(make, value)) if isinstance(value, tuple) else make(value)
@@ -215,7 +215,7 @@ NUMPY = {
 @BOTH
 @pytest.mark.parametrize("name", ["lr", "betas", "eps", "weight_decay"])
 @pytest.mark.parametrize("kind", NUMPY)
-def test_numbers_of_numpy_are_numbers(kind: str, name: str, eager: bool):
+def test_numpy_numbers_are_accepted(kind: str, name: str, eager: bool):
     theirs, plain = with_numpy(NUMPY[kind], name)
     shapes = [SMALL, LARGE]
     expected = stored(train(FlashAdamW(parameters(shapes), eager=eager, **plain), range(3)))
@@ -230,7 +230,7 @@ def test_numbers_of_numpy_are_numbers(kind: str, name: str, eager: bool):
     assert_identical(set_later(theirs), set_later(plain))
 
 
-def test_integers_of_numpy_are_numbers():
+def test_numpy_integers_are_accepted():
     given = FlashAdamW(parameters([SMALL]), lr=numpy.int64(1), eager=True)
     assert_identical(
         stored(train(given, range(2))), stored(train(FlashAdamW(parameters([SMALL]), lr=1.0, eager=True), range(2)))
@@ -240,7 +240,7 @@ def test_integers_of_numpy_are_numbers():
 @pytest.mark.parametrize(
     "value", [numpy.float64("nan"), numpy.array(-1.0), numpy.ones(2), numpy.array("fast")], ids=repr
 )
-def test_numbers_of_numpy_out_of_range_are_refused(value: Any):
+def test_numpy_numbers_out_of_range_are_refused(value: Any):
     with pytest.raises(ValueError) as caught:
         FlashAdamW(parameters([SMALL]), lr=value)
     assert_one_sentence(caught.value, "FlashAdamW: lr is ")
@@ -264,7 +264,7 @@ def test_an_array_changed_in_place_is_noticed(name: str, eager: bool):
 
 
 @pytest.mark.parametrize("value", ["yes", 1, None, 0.0], ids=repr)
-def test_eager_is_true_or_false(value: Any):
+def test_eager_must_be_true_or_false(value: Any):
     with pytest.raises(ValueError) as caught:
         FlashAdamW(parameters([SMALL]), eager=value)
     assert_one_sentence(caught.value, f"FlashAdamW: eager is {value!r}", "True or False")
@@ -276,7 +276,7 @@ LATER = [("lr", [0.001]), ("lr", "fast"), ("lr", None), ("betas", 0.9), ("betas"
 @BOTH
 @pytest.mark.parametrize("steps", [0, 2], ids=["before the first step", "later"])
 @pytest.mark.parametrize(("name", "value"), LATER, ids=str)
-def test_a_later_option_that_is_no_number_is_refused(name: str, value: Any, steps: int, eager: bool):
+def test_a_later_option_that_is_not_a_number_is_refused(name: str, value: Any, steps: int, eager: bool):
     params = parameters([SMALL, LARGE])
     optimizer = train(FlashAdamW(params, eager=eager), range(steps))
     good = optimizer.param_groups[0][name]

@@ -1,4 +1,4 @@
-"""Where torch cannot or may not compile, a step runs eagerly to the same bits, with one warning that says why."""
+"""If torch cannot or may not compile, steps run eagerly with the same bits, and one warning says why."""
 
 import shutil
 import warnings
@@ -24,7 +24,7 @@ def expected(kind: type[FlashOptimizer] = FlashAdamW, steps: int = 3) -> list[Te
 
 
 def steps_with_one_warning(*reasons: str) -> None:
-    """Steps have the eager bits; one warning gives any of `reasons` and says that steps run eagerly."""
+    """Assert that steps have the eager bits and give one warning, which contains any of `reasons`."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer = train(FlashAdamW(parameters(SHAPES)), range(3))
@@ -74,7 +74,7 @@ def step_under(stance: str) -> None:
 
 @pytest.mark.parametrize("stance", STANCES)
 def test_a_stance_that_comes_and_goes_changes_no_bits(stance: str):
-    """In a new process: one optimizer compiles before it, another under it, and both go on after it."""
+    """One optimizer compiles before the stance, another under it, and both continue after it."""
     fresh.run(step_before_under_and_after, stance)
 
 
@@ -93,8 +93,8 @@ def step_before_under_and_after(stance: str) -> None:
     assert_identical(course(FlashLion, (True, True, False, False)), expected(FlashLion, steps=4))
 
 
-def test_where_compiling_is_possible_no_warning_becomes_an_error(tmp_path: Path):
-    """`python -W error`, with nothing in the cache: what torch warns of while it compiles is not for the caller."""
+def test_compiling_works_with_warnings_as_errors(tmp_path: Path):
+    """With an empty cache and `python -W error`: torch's warnings during compilation must not reach the caller."""
     variables = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     fresh.run(step_and_compare, flags=["-W", "error"], variables=variables)
 
@@ -103,7 +103,7 @@ def step_and_compare() -> None:
     assert_identical(stored(train(FlashAdamW(parameters(SHAPES)), range(3))), expected())
 
 
-def test_where_compiling_is_possible_nothing_is_warned_of():
+def test_compiling_does_not_warn():
     fresh.run(step_without_warnings)
 
 
@@ -114,7 +114,7 @@ def step_without_warnings() -> None:
     assert not caught, [f"{each.category.__name__}: {each.message}" for each in caught]
 
 
-def test_eager_by_choice_is_not_warned_of(path_without_compilers: str):
+def test_eager_by_choice_does_not_warn(path_without_compilers: str):
     fresh.run(step_eagerly_without_warnings, variables={"PATH": path_without_compilers, "CXX": None})
 
 

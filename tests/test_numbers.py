@@ -1,4 +1,4 @@
-"""Hyper-parameters as rules take them: the tensors stay, and their values follow the schedule."""
+"""Rules' hyper-parameters: the tensors stay the same, and their values follow the schedule."""
 
 from typing import Any
 
@@ -23,8 +23,8 @@ def test_numbers_stay_the_same_tensors_while_their_values_change():
     assert all(number.dtype == torch.float32 and number.shape == () for number in tensors)
 
 
-def test_no_two_numbers_share_their_place():
-    """Also where they have the same value, as both betas may have for a while."""
+def test_no_two_numbers_share_memory():
+    """This holds for equal values too, as betas may be equal for a while."""
     kept = KeptNumbers({"lr": 0.5, "betas": [0.5, 0.5]})
     assert len({number.data_ptr() for number in flat(kept.numbers)}) == 3
     kept.set({"lr": 0.5, "betas": [0.5, 0.25]})
@@ -50,7 +50,7 @@ def test_a_users_tensor_is_neither_kept_nor_written_to():
     assert values_of(kept.numbers) == [0.5]
 
 
-def test_a_value_that_is_no_number_changes_nothing():
+def test_a_value_that_is_not_a_number_changes_nothing():
     kept = KeptNumbers({"lr": 0.5, "eps": 0.25})
     with pytest.raises((TypeError, ValueError)):
         kept.set({"lr": 0.125, "eps": "small"})

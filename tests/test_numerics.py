@@ -1,4 +1,4 @@
-"""What can go wrong with the numbers is refused, skipped or counted, as asked."""
+"""Numerical problems are refused, skipped or counted, as the options ask."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def test_lost_updates_are_refused_by_name_lr_and_resolution(shape: tuple[int, ..
     assert "\n" not in sentence
 
 
-def test_it_is_the_largest_weight_that_decides():
+def test_the_largest_weight_decides():
     p = filled(0.001)
     p.grad = torch.ones_like(p)
     FlashSGD([p], lr=1e-6, rounding="nearest", check_numerics=True, eager=True).step()
@@ -74,14 +74,14 @@ def test_a_refused_step_changes_no_parameter_of_any_group():
     ],
     ids=str,
 )
-def test_updates_that_are_kept_or_meant_to_be_nothing_pass(options: dict[str, Any]):
+def test_updates_that_are_kept_or_intentionally_zero_pass(options: dict[str, Any]):
     p = filled(1.5)
     p.grad = torch.ones_like(p)
     options = {"lr": 1e-6, "check_numerics": True, **options}
     optimizer = FlashSGD([p], **options, eager=True)
     optimizer.step()
     assert optimizer.state[p]["step"] == 1
-    # Kept on average by dither, kept by bits enough for it, or lost for want of a check; and none at all without lr.
+    # Dither keeps the update on average, and enough bits keep it. It is lost without the check, and zero without lr.
     moved = (held(optimizer, p)["w"] - 1.5).mean().item()
     is_lost = not options["check_numerics"] or options["lr"] == 0
     assert moved == 0 if is_lost else moved == pytest.approx(-options["lr"], rel=0.35)
@@ -108,7 +108,7 @@ def test_a_nonfinite_gradient_reaches_its_group_of_32_and_no_other(row: Row, val
             give_gradients(params, step)
             if optimizer is dirty and step == 0:
                 params[0].grad[3, 40] = value
-                params[1].grad[5, 49] = value  # of the short group that ends a row
+                params[1].grad[5, 49] = value  # in the short group at the row's end
             optimizer.step()
     spoiled = [torch.zeros(ALIGNED, dtype=torch.bool), torch.zeros(RAGGED, dtype=torch.bool)]
     spoiled[0][3, 32:64] = True
@@ -125,7 +125,7 @@ def test_a_nonfinite_gradient_is_counted():
     assert p.grad is not None
     p.grad[3, 40] = torch.nan
     optimizer.step()
-    assert health_of(optimizer).nonfinite == (1 + 32 + 32) / (3 * 64 * 64)  # the weight, and its group's m and v
+    assert health_of(optimizer).nonfinite == (1 + 32 + 32) / (3 * 64 * 64)  # the weight and its group's m and v
     give_gradients([p], 1)
     optimizer.step()
     assert health_of(optimizer).nonfinite == (32 + 32 + 32) / (3 * 64 * 64)
@@ -152,7 +152,7 @@ def test_skip_nonfinite_skips_the_whole_step(value: float):
     params[1].grad[0, 0] = value
     before = stored(careful)
     assert careful.step(lambda: 1.25) == 1.25
-    assert_identical(stored(careful), before)  # the step counters are among them
+    assert_identical(stored(careful), before)  # including the step counts
     for optimizer in (careful, clean):
         train(optimizer, range(2, 4))
     assert_identical(stored(careful), stored(clean))
@@ -173,7 +173,7 @@ def test_skip_nonfinite_before_the_first_step():
     assert optimizer.state[q]["step"] == 1
 
 
-def test_skip_nonfinite_looks_at_the_groups_that_ask():
+def test_skip_nonfinite_checks_only_the_parameter_groups_that_ask():
     first, second = parameters([ALIGNED] * 2)
     optimizer = FlashAdamW([{"params": [first], "skip_nonfinite": True}, {"params": [second]}], eager=True)
     give_gradients([first, second], 0)
@@ -187,7 +187,7 @@ def test_skip_nonfinite_looks_at_the_groups_that_ask():
 # health
 
 
-def test_health_before_any_step_and_of_exact_states_is_nothing():
+def test_health_before_any_step_and_of_exact_states_is_zero():
     optimizer = FlashAdamW([filled(1.0), filled(1.0, (7,))], weight_decay=0.0, eager=True)
     assert vars(health_of(optimizer)) == NOTHING
     assert not optimizer.state
@@ -210,7 +210,7 @@ def test_zeroed_counts_zeros_among_others():
     p = filled(1.0)
     p.grad = torch.zeros_like(p)
     p.grad[:, ::4] = 1.0
-    p.grad[:32] = 0.0  # groups of nothing but zero do not count
+    p.grad[:32] = 0.0  # groups of only zeros do not count
     optimizer = FlashAdamW([p], lr=0.1, eager=True)
     optimizer.step()
     assert health_of(optimizer).zeroed == 0.5 * 0.75
@@ -223,27 +223,27 @@ def test_small_variances_are_never_zeroed():
     optimizer = FlashAdamW([p], lr=0.1, rounding="nearest", eager=True)
     optimizer.step()
     assert (optimizer.state[p]["v.codes"] >= 1).all()
-    assert health_of(optimizer).zeroed == 31 / 32 / 2  # of the momentum's codes alone
+    assert health_of(optimizer).zeroed == 31 / 32 / 2  # only the momentum's codes
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "dither"])
 def test_stalled_counts_updates_under_half_a_code(rounding: str):
     p = filled(1.0)
     with torch.no_grad():
-        p[:16] = 2.0**-10  # a quarter, whose codes are fine enough
+        p[:16] = 2.0**-10  # a quarter has codes fine enough
     optimizer = FlashSGD([p], lr=1e-6, rounding=rounding, eager=True)
     p.grad = torch.ones_like(p)
     optimizer.step()
     assert health_of(optimizer).stalled == 0.75
     p.grad.zero_()
-    assert health_of(optimizer).stalled == 0  # to stand still is no stall
+    assert health_of(optimizer).stalled == 0  # a zero update does not count as stalled
     p.grad.fill_(1000.0)
     assert health_of(optimizer).stalled == 0
     p.grad = None
     assert health_of(optimizer).stalled == 0
 
 
-def test_health_is_told_per_group_and_changes_nothing():
+def test_health_is_reported_per_parameter_group_and_changes_nothing():
     good, bad = filled(1.0), filled(1.0)
     optimizer = FlashSGD([{"params": [good], "lr": 0.1}, {"params": [bad], "lr": 1e-7}], momentum=0.9, eager=True)
     good.grad = torch.ones_like(good)

@@ -1,4 +1,4 @@
-"""The optimizers behave as torch.optim's do: arguments, groups, schedulers, copies, shapes and layouts."""
+"""The optimizers behave like torch.optim's: arguments, parameter groups, schedulers, copies, shapes and layouts."""
 
 import copy
 import inspect
@@ -44,7 +44,7 @@ def test_an_fp32_model_with_exact_states_trains_as_with_the_namesake(row: Row, m
 
 
 @pytest.mark.parametrize("row", NAMESAKES, ids=lambda row: row.name)
-def test_arguments_and_defaults_are_the_namesakes(row: Row):
+def test_arguments_and_defaults_match_the_namesake(row: Row):
     assert row.namesake is not None
     theirs = inspect.signature(row.namesake).parameters
     ours = inspect.signature(row.optimizer).parameters
@@ -54,7 +54,7 @@ def test_arguments_and_defaults_are_the_namesakes(row: Row):
         name for name in theirs if name in ours and theirs[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     ]
     assert [name for name in ours if name in in_order] == in_order
-    for name in theirs.keys() - {"params"}:  # each is taken with its default
+    for name in theirs.keys() - {"params"}:  # each is accepted with its default
         row.optimizer(parameters(), **{name: theirs[name].default})
 
 
@@ -114,7 +114,7 @@ def test_zero_gradients_and_fresh_states_change_nothing(row: Row):
 
 @EVERY
 def test_lr_zero_and_zero_gradients_make_states_and_change_nothing(row: Row):
-    """As torch.distributed.checkpoint initializes optimizers, whatever the weight decay."""
+    """torch.distributed.checkpoint initializes optimizers so, with any weight decay."""
     params = parameters()
     optimizer = made(row, params, lr=0.0)
     for parameter in params:
@@ -146,7 +146,7 @@ def test_a_parameter_starts_counting_when_its_first_gradient_comes():
     give_gradients([early, late], 1)
     optimizer.step()
     assert late.grad is not None
-    torch.testing.assert_close(optimizer.state[late]["m"], late.grad.float())  # undamped: it is its first
+    torch.testing.assert_close(optimizer.state[late]["m"], late.grad.float())  # undamped, as it is the first
 
 
 def test_closure_is_evaluated_with_gradients_before_the_step():
@@ -246,7 +246,7 @@ def test_added_group_trains_and_takes_defaults():
     train(optimizer, range(2))
     given = {"params": second, "weight_decay": 0.5}
     optimizer.add_param_group(given)
-    assert given.keys() == {"params", "weight_decay"}  # left alone
+    assert given.keys() == {"params", "weight_decay"}  # the caller's dict is unchanged
     assert optimizer.param_groups[1]["lr"] == 0.1
     assert optimizer.param_groups[1]["rounding"] == "dither"
     train(optimizer, range(2, 3))
@@ -290,7 +290,7 @@ def test_mixed_dtypes_train_side_by_side_as_alone():
     ids=["linear", "cosine", "lambda", "one cycle"],
 )
 @pytest.mark.parametrize("row", [TABLE[0], TABLE[4]], ids=lambda row: row.name)
-def test_schedulers_drive_us_as_the_namesake(row: Row, schedule: Any):
+def test_schedulers_work_as_with_the_namesake(row: Row, schedule: Any):
     assert row.namesake is not None
     ours, theirs = parameters([ALIGNED], torch.float32), parameters([ALIGNED], torch.float32)
     one, other = made(row, ours, quantize=False), row.namesake(theirs, **row.options)  # pyright: ignore[reportCallIssue]
@@ -341,7 +341,7 @@ def test_a_tensor_lr_changed_in_place_is_followed():
     "copied", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))], ids=["deepcopy", "pickle"]
 )
 @EVERY
-def test_a_copy_continues_bit_for_bit_and_apart(row: Row, copied: Any):
+def test_a_copy_continues_bit_for_bit_and_independently(row: Row, copied: Any):
     params = [p for dtype in (torch.bfloat16, torch.float16, torch.float32) for p in parameters(SHAPES, dtype)]
     optimizer = train(made(row, params), range(3))
     twin = copied(optimizer)
@@ -461,10 +461,10 @@ def test_fp32_gradients_of_16_bit_parameters_keep_their_precision():
     assert torch.equal(optimizer.state[p]["m"], p.grad)
 
 
-# Optimizers of one's own
+# Custom optimizers
 
 
-def test_a_rule_of_ones_own_makes_an_optimizer():
+def test_a_custom_rule_makes_an_optimizer():
     @rule(m=Raw())
     def signed_momentum(w, g, m, t, *, lr=1e-2, momentum=0.9):
         m = momentum * m + g
@@ -505,8 +505,8 @@ def test_signature_shows_every_argument(optimizer: type[FlashOptimizer]):
         (FlashAdam, torch.optim.Adam, {}),
     ],
 )
-def test_a_penalty_may_come_and_go(ours: Any, theirs: Any, options: dict[str, Any]):
-    """Without one, moments are kept by rules that leave the weights out."""
+def test_a_penalty_may_be_switched_on_and_off(ours: Any, theirs: Any, options: dict[str, Any]):
+    """Without weight decay, another rule keeps the moments and ignores the weights."""
     start = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
     one, other = Parameter(start.clone()), Parameter(start.clone())
     optimizers = ours([one], lr=0.05, quantize=False, eager=True, **options), theirs([other], lr=0.05, **options)

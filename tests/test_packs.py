@@ -1,4 +1,4 @@
-"""Packs of small parameters and of the rests of rows: each parameter gets the bits that it gets alone."""
+"""Packs of small parameters and of the short ends of rows: each parameter gets the same bits as alone."""
 
 import copy
 import io
@@ -24,21 +24,21 @@ from flashopt_compile.inductor import compile as inductor
 from flashopt_compile.rules.adamw import adamw
 
 SHAPES = [(40, 64), (48,), (33, 40), (7, 160), (), (64, 48), (32, 32), (5,), (16, 8, 3, 3), (0, 8)]
-# Beside small ones: long rows of whole groups, an odd number of them, rows that end in short groups, and a vector.
+# Besides small ones: long rows of whole groups, an odd number of groups, rows that end in short groups, a vector.
 MIXED_SHAPES = [(40, 64), (48,), (33, 40), (64, 96), (50, 33), (64, 50), (1, 2049), (6, 5, 70), (3000,), (16, 8, 3, 3)]
 HYPER = as_numbers({"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1})
 
 
 @pytest.fixture
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have small tensors be cut, packed and staged as large ones are."""
+    """Cut, pack and stage small tensors as if they were large."""
     monkeypatch.setattr(planner, "SMALL_ELEMENTS", 1100)
     monkeypatch.setattr(planner, "PACK_ELEMENTS", 640)
     monkeypatch.setattr(planner, "STAGED_ELEMENTS", 1024)
 
 
 def call_with_fewer(monkeypatch: pytest.MonkeyPatch, most_elements: int) -> None:
-    """Have compiled kernels called with fewer elements at a time."""
+    """Call compiled kernels with at most `most_elements` elements."""
     monkeypatch.setattr(inductor, "kernel", with_calls_of(inductor.kernel, most_elements))
 
 
@@ -48,7 +48,7 @@ def of_each(optimizer: FlashOptimizer, params: Sequence[Parameter]) -> list[dict
 
 
 def assert_same_each(ours: list[dict[str, Tensor]], theirs: list[dict[str, Tensor]]) -> None:
-    """Parameter by parameter and state by state."""
+    """Compare parameter by parameter and state by state."""
     assert len(ours) == len(theirs)
     for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         assert one.keys() == other.keys()
@@ -58,7 +58,7 @@ def assert_same_each(ours: list[dict[str, Tensor]], theirs: list[dict[str, Tenso
 
 
 def alone(params: list[Parameter], steps: range) -> list[dict[str, Tensor]]:
-    """Each parameter and its states after the steps, each in an optimizer of its own."""
+    """Each parameter and its states after steps in an optimizer of its own."""
     optimizers = [FlashAdamW([p], eager=True) for p in params]
     for number in steps:
         give_gradients(params, number)
@@ -76,7 +76,7 @@ each_way = pytest.mark.parametrize("eager", [True, False], ids=["eager", "compil
 
 @each_way
 @pytest.mark.parametrize("shapes", [SHAPES, MIXED_SHAPES], ids=["small", "mixed"])
-def test_parameters_stepped_together_are_those_stepped_alone(
+def test_parameters_get_the_same_bits_together_as_alone(
     shapes: list[tuple[int, ...]], eager: bool, monkeypatch: pytest.MonkeyPatch
 ):
     apart = alone(parameters(shapes), range(3))
@@ -88,8 +88,8 @@ def test_parameters_stepped_together_are_those_stepped_alone(
 
 
 @each_way
-def test_whoever_has_a_gradient_is_stepped_and_the_others_wait(eager: bool):
-    """As experts of a mixture do: packs are made anew each time the company changes."""
+def test_only_parameters_with_gradients_are_stepped(eager: bool):
+    """Experts of a mixture come and go like this. Packs are remade each time the set changes."""
     params, reference = parameters(SHAPES), parameters(SHAPES)
     optimizer = FlashAdamW(params, eager=eager)
     own = [FlashAdamW([p], eager=True) for p in reference]
@@ -112,7 +112,7 @@ def strided(tensor: Tensor) -> Tensor:
 @each_way
 @pytest.mark.parametrize("which", ["head", "gradient", "both"])
 def test_parameters_whose_memory_has_another_order_get_the_same_bits(which: str, eager: bool, small_limits: None):
-    """Small ones in packs, large ones in copies of a few rows at a time."""
+    """Small parameters are copied into packs, large ones a few rows at a time."""
     shapes = [(100, 64), (31, 33), (64, 50), (48, 96)]
     plain = train(FlashAdamW(params := parameters(shapes), eager=True), range(3))
     expected = of_each(plain, params)
@@ -132,7 +132,7 @@ def test_parameters_whose_memory_has_another_order_get_the_same_bits(which: str,
 # The memory of states
 
 
-def test_state_tensors_stay_what_they_are_and_can_be_written_to():
+def test_state_tensors_keep_their_identity_and_can_be_written_to():
     (p, q) = params = parameters([(40, 64), (32, 64)])
     optimizer = train(FlashAdamW(params, eager=True), range(1))
     before = states(optimizer)
@@ -183,10 +183,10 @@ def copied(state: dict[str, Tensor]) -> tuple[int, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("way", [saved_by_torch, pickled, copied])
 @pytest.mark.parametrize("shapes", [[(64, 64)] * 40, [(48,)] * 40, [(64, 50)] * 40, [(300, 256), (300, 250)]], ids=str)
-def test_the_state_of_one_layer_takes_its_own_bytes_alone(
+def test_the_state_of_one_layer_takes_only_its_own_bytes(
     shapes: list[tuple[int, ...]], way: Callable[[dict[str, Tensor]], tuple[int, dict[str, Tensor]]]
 ):
-    """It lies in a pack with others, and a tensor is saved with all of its storage."""
+    """States share a pack's memory, and torch saves a tensor with its whole storage."""
     optimizer = train(FlashAdamW(params := parameters(shapes), eager=True), range(2))
     for p in (params[0], params[-1]):
         state = optimizer.state[p]
@@ -202,7 +202,7 @@ def test_the_state_of_one_layer_takes_its_own_bytes_alone(
         assert_identical(list(state.values()), before)
 
 
-def test_a_part_of_the_state_that_has_gone_is_missed():
+def test_a_missing_part_of_a_state_is_noticed():
     (p,) = parameters([(40, 64)])
     optimizer = train(FlashAdamW([p], eager=True), range(1))
     del optimizer.state[p]["v.scales"]
@@ -211,7 +211,7 @@ def test_a_part_of_the_state_that_has_gone_is_missed():
 
 
 @pytest.mark.parametrize("change", ["load", "add group", "new data"])
-def test_what_changes_between_steps_is_noticed(change: str):
+def test_changes_between_steps_are_noticed(change: str):
     def run(together: bool) -> list[Tensor]:
         params = parameters([(40, 64), (32, 64), (48,)])
         optimizer = train(FlashAdamW(params[:2], eager=True), range(2))
@@ -239,7 +239,7 @@ def step_of(shape: tuple[int, ...]) -> Step:
 
 
 def tensors_of(step: Step, shape: tuple[int, ...], seed: int, grad_dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
-    """Head, gradient and the rest of a parameter after one step, so that no state is zero."""
+    """Head, gradient and parts of a parameter after one step, so that no state is zero."""
     (head,) = parameters([shape], seed=seed)
     give_gradients([head], seed)
     assert head.grad is not None
@@ -270,7 +270,7 @@ def test_kernels_of_any_width_give_the_same_bits(groups: int, most_elements: int
 
 
 def test_gradients_may_change_their_dtype():
-    """Kernels for one dtype may take pieces of another width than those for another: packs are made anew."""
+    """Kernels for different dtypes may take pieces of different widths, so packs are remade."""
 
     def run(optimizer: FlashOptimizer, params: list[Parameter]) -> list[dict[str, Tensor]]:
         for number, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32, torch.bfloat16)):
@@ -320,7 +320,7 @@ def test_parameters_that_differ_in_lr_or_in_their_count_share_no_block():
     ]
 
 
-def test_packs_are_of_a_bounded_size(small_limits: None):
+def test_packs_have_a_bounded_size(small_limits: None):
     shapes = [(32, 32)] * 3 + [(8, 32), (48,), (48,), (640,), (64, 50)]
     steps = [step_of(shape) for shape in shapes]
     items = [
@@ -329,12 +329,12 @@ def test_packs_are_of_a_bounded_size(small_limits: None):
     watched = Watched(eager_of_width())
     made = carry_out(watched, items)
     packs = [elements for elements, block in zip(watched.elements, watched.blocks, strict=True) if block.shape[0] == 1]
-    assert max(packs) <= 1024  # the largest small parameter; none is packed with it
+    assert max(packs) <= 1024  # the largest small parameter, packed alone
     assert sum(packs) >= sum(item.head.numel() for item in items if item.head.numel() <= 1100)
     assert made.bytes < 40_000
 
 
-def test_what_a_plan_keeps_does_not_grow_with_the_parameter():
+def test_the_memory_of_a_plan_does_not_grow_with_the_parameter():
     kept = []
     for rows in (300, 3000):
         optimizer = train(FlashAdamW(parameters([(rows, 250)]), eager=True), range(1))
@@ -354,7 +354,7 @@ def test_shared_memory_is_found_by_its_extent():
 
 
 def tied(kind: str) -> list[Parameter]:
-    """Parameters of which two have memory in common, one after the other or with a third in between."""
+    """Parameters of which two share memory, with a third in between."""
     large, other = parameters([(600, 128), (40, 64)])
     small = Parameter(parameters([(32, 64)])[0].detach())
     if kind == "small and small":
@@ -370,10 +370,10 @@ def tied(kind: str) -> list[Parameter]:
 @pytest.mark.parametrize("early", [(), (1,), (3,), (0, 3)], ids=str)
 @pytest.mark.parametrize("kind", ["small and small", "large and large", "part and whole", "whole and part"])
 def test_parameters_that_share_memory_are_stepped_one_after_the_other(kind: str, early: tuple[int, ...], eager: bool):
-    """In the order that the optimizer has them in, as torch.optim steps weights tied by `.data`.
+    """They are stepped in the optimizer's order, as torch.optim steps weights tied by `.data`.
 
-    Some have taken a step before the others, and are packed apart: the first pack to be begun, with a parameter that
-    shares nothing, may then be that of the second of the two.
+    The `early` ones have already taken a step, so they get another pack. That pack may be started first, by a
+    parameter that shares no memory, although it holds the second of the two tied ones.
     """
     ours, theirs = ([*parameters([(32, 32)], seed=1), *tied(kind)] for _ in range(2))
     together, apart = FlashAdamW(ours, lr=0.1, eager=eager), [FlashAdamW([p], lr=0.1, eager=True) for p in theirs]

@@ -1,4 +1,4 @@
-"""The bits of 20 steps of every rule, dtype, master width and rounding, as version 0.4 had them."""
+"""20 steps of every rule, dtype, master width and rounding give the bits of version 0.4."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ FORMATS = [
     *((dtype, bits) for dtype in (torch.bfloat16, torch.float16) for bits in (24, 32, None)),
     (torch.float32, 24),
 ]
-# Whole groups, an odd number of them, short last groups, vectors, large ones of each, and strides of their own.
+# Whole groups, an odd number of groups, short last groups, vectors, large ones of each, and other strides.
 SHAPES = [(64, 64), (48, 96), (70, 100), (37,), (40, 4, 3, 3), (1,), (300, 256), (300, 300), (70000,)]
 
 
@@ -50,7 +50,7 @@ def digest(rule: str, dtype: torch.dtype, bits: int | None, rounding: str, eager
     for _ in range(20):
         for weight in weights:
             grad, size = (draw(weight.shape, generator=generator) for draw in (torch.randn, torch.rand))
-            weight.grad = (grad * (size * size) * (size * size)).to(dtype)  # a power's bits depend on threads
+            weight.grad = (grad * (size * size) * (size * size)).to(dtype)  # the bits of pow depend on threads
         optimizer.step()
     found = hashlib.sha256()
     for weight in weights:

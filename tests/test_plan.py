@@ -1,4 +1,4 @@
-"""A step like the last one follows the same plan; whatever differs is noticed, and the bits are the same."""
+"""A step like the last one reuses its plan. All differences are noticed, and the bits stay the same."""
 
 import copy
 import gc
@@ -18,12 +18,12 @@ from training import assert_identical, give_gradients, parameters, stored, train
 
 from flashopt_compile import FlashAdam, FlashAdamW, FlashOptimizer, NumericsError, stepping
 
-SHAPES = [(40, 64), (48,), (33, 40), (512, 160)]  # the last is stepped by itself
+SHAPES = [(40, 64), (48,), (33, 40), (512, 160)]  # the last is too large to pack
 
 
 @pytest.fixture
 def worked_out(monkeypatch: pytest.MonkeyPatch) -> list[FlashOptimizer]:
-    """The optimizers that worked out a new plan, in order."""
+    """The optimizers that made a new plan, in order."""
     seen: list[FlashOptimizer] = []
     real = stepping._new_plan
 
@@ -41,7 +41,7 @@ Change = Callable[[FlashOptimizer, list[Parameter]], Any]
 def changed(
     change: Change | None, forget: bool, eager: bool, make: type[FlashOptimizer] = FlashAdamW, **options: Any
 ) -> list[Tensor]:
-    """Everything there is after a change between two steps, by an optimizer that may forget its plan before each."""
+    """Weights and states after a change between two steps. With `forget`, every step makes a new plan."""
     optimizer = make(params := parameters(SHAPES), eager=eager, **options)
     for number in range(6):
         if number <= 3:
@@ -55,7 +55,7 @@ def changed(
 
 
 def assert_noticed(change: Change, eager: bool, has_effect: bool = True, **options: Any) -> None:
-    """A change has the same effect on an optimizer that remembers its plan as on one that forgets it."""
+    """Assert that a change has the same effect with and without a remembered plan."""
     found = changed(change, forget=False, eager=eager, **options)
     assert_identical(found, changed(change, forget=True, eager=eager, **options))
     without = changed(None, forget=False, eager=eager, **options)
@@ -67,7 +67,7 @@ each_way = pytest.mark.parametrize("eager", [True, False], ids=["eager", "compil
 
 
 def scheduled(forget: bool, eager: bool = True) -> list[Tensor]:
-    """Everything there is after five steps under a schedule."""
+    """Weights and states after five steps under a schedule."""
     optimizer = FlashAdamW(params := parameters(SHAPES), eager=eager)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 5)
     for number in range(5):
@@ -80,13 +80,13 @@ def scheduled(forget: bool, eager: bool = True) -> list[Tensor]:
 
 
 @each_way
-def test_a_plan_is_worked_out_once(eager: bool, worked_out: list[FlashOptimizer]):
+def test_a_plan_is_made_once(eager: bool, worked_out: list[FlashOptimizer]):
     once = scheduled(forget=False, eager=eager)
     assert len(worked_out) == 1
     assert_identical(once, scheduled(forget=True))
 
 
-# What changes between steps
+# Changes between steps
 
 
 def set_option(name: str, value: Any) -> Callable[..., None]:
@@ -225,7 +225,7 @@ CHANGES: dict[str, Change] = {
     "a state that was written to": state_written_to,
     "other step counts": other_step,
 }
-# By their nature these change no bit of the parameters that were there before.
+# These change no bit of the existing parameters.
 WITHOUT_EFFECT: dict[str, Change] = {
     "frozen, with a gradient": freeze,
     "gradients with other strides": other_gradient_strides,
@@ -262,7 +262,7 @@ def test_an_initial_lr_that_changes_is_noticed(eager: bool):
 
 @pytest.mark.parametrize("shapes", [[(40, 64)], [(512, 160)]], ids=str)
 def test_a_parameter_that_takes_the_place_of_another_in_memory_is_noticed(shapes: list[tuple[int, ...]]):
-    """Its head lies where the old one did: the plan knows heads by their address."""
+    """The new head lies at the old one's address, by which the plan knows heads."""
 
     def run(forget: bool) -> list[Tensor]:
         (p,) = params = parameters(shapes)
@@ -311,7 +311,7 @@ def test_gradients_are_not_kept():
     assert len(gradients) == len(SHAPES) and not any(each() for each in gradients)
 
 
-def test_a_number_of_threads_that_changes_is_noticed(worked_out: list[FlashOptimizer]):
+def test_a_changed_number_of_threads_is_noticed(worked_out: list[FlashOptimizer]):
     optimizer = train(FlashAdamW(parameters(SHAPES), eager=True), range(2))
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
@@ -344,7 +344,7 @@ def test_a_first_step_in_inference_mode_leaves_tensors_of_every_mode(worked_out:
 # Step counts
 
 
-def test_each_is_counted_in_whatever_company():
+def test_each_parameter_has_its_own_count():
     params = parameters([(8,), (9,), (10,), (512, 160)])
     optimizer = FlashAdamW(params, eager=True)
     optimizer.step()  # makes the states
@@ -434,7 +434,7 @@ def test_a_step_of_a_subclass_is_called_and_hooked_once():
     assert_identical(stored(optimizer), stored(train(FlashAdamW(parameters(SHAPES), eager=True), range(3))))
 
 
-# Steps that look at numbers
+# Steps that check numbers
 
 
 def test_a_step_that_is_skipped_keeps_the_plan(worked_out: list[FlashOptimizer]):
@@ -446,10 +446,10 @@ def test_a_step_that_is_skipped_keeps_the_plan(worked_out: list[FlashOptimizer])
     assert_identical(stored(optimizer), before)
     train(optimizer, range(2, 4))
     assert_identical(stored(optimizer), stored(train(FlashAdamW(parameters([(40, 64)]), eager=True), range(4))))
-    assert len(worked_out) == 2  # of the optimizer, and of the other one
+    assert len(worked_out) == 2  # one for each of the two optimizers
 
 
-def test_check_numerics_looks_at_every_step_of_a_plan(worked_out: list[FlashOptimizer]):
+def test_check_numerics_checks_every_step_of_a_plan(worked_out: list[FlashOptimizer]):
     p = Parameter(torch.full((64, 64), 1.5, dtype=torch.bfloat16))
     optimizer = FlashAdamW([p], lr=0.1, rounding="nearest", check_numerics=True, eager=True)
     train(optimizer, range(3))
@@ -464,7 +464,7 @@ def test_check_numerics_looks_at_every_step_of_a_plan(worked_out: list[FlashOpti
 
 
 @pytest.mark.parametrize("lr", [torch.tensor(0.1), torch.tensor([0.1], dtype=torch.float64)], ids=["fp32", "fp64"])
-def test_a_tensor_as_lr_is_looked_at_in_every_step_of_a_plan(lr: Tensor, worked_out: list[FlashOptimizer]):
+def test_a_tensor_lr_is_read_in_every_step_of_a_plan(lr: Tensor, worked_out: list[FlashOptimizer]):
     one = FlashAdamW(params := parameters(SHAPES), lr=lr, eager=True)
     other = FlashAdamW(again := parameters(SHAPES), lr=0.1, eager=True)
     for number in range(4):

@@ -1,4 +1,4 @@
-"""The checks of the exhaustive proof hold on a sample of it, and fail on formats broken on purpose."""
+"""The exhaustive proof's checks pass on a sample and fail for formats broken on purpose."""
 
 import sys
 from pathlib import Path
@@ -17,18 +17,18 @@ from quant.grouped import SIGNED8
 from quant.split import Split
 from quant.ulp import spacing
 
-SAMPLE = 4681  # divides 2^15 − 1: the first and the last 256 patterns of every binade are in the sample
+SAMPLE = 4681  # divides 2^15 − 1, so the sample has the first and last 256 patterns of every binade
 BOUND_CHECK = INPUT_CHECKS[1]
 
 
 def tail_of(format: Split, w: Tensor, head: Tensor, binade_of: Tensor) -> Tensor:
-    """The tail of w for `head`, in codes of the ulp that heads have in the binade of `binade_of`."""
+    """The tail of w for `head`, in codes of the ulp in the binade of `binade_of`."""
     half_ulp = spacing(binade_of, format.narrow) / 2
     return torch.where(head.isfinite(), (w - head) / half_ulp * format.levels, 0.0).round().to(format.tail)
 
 
 class CastAndBack(Split):
-    """Right in eager; but compilers fold a cast and back, and the tail with it."""
+    """Correct in eager. Compilers fold the cast and back, and lose the tail."""
 
     def encode(self, w: Tensor) -> tuple[Tensor, Tensor]:
         head = w.to(self.head)
@@ -45,7 +45,7 @@ class WrongCarry(Split):
 
 
 def findings_for(format: Split, chunk: int = 127) -> Findings:
-    """What the proof finds for the inputs from 1 to 2."""
+    """The proof's findings for the inputs from 1 to 2."""
     one = Proof(format)
     one.check_inputs(chunk, Bits.of(bit_patterns(chunk, SAMPLE).view(torch.float32)))
     return one.findings

@@ -1,6 +1,6 @@
-"""Where 8-bit states and 24-bit weights used to go wrong, and now do not (DESIGN.md, section 8).
+"""Cases in which 8-bit states and 24-bit weights used to fail (DESIGN.md, section 8).
 
-Each case trains one small bf16 matrix and holds it against the exact float64 trajectory of the same gradients.
+Each case trains one small bf16 matrix and compares it with the exact float64 trajectory for the same gradients.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ Gradients = Callable[[int, torch.Generator], Tensor]
 
 @dataclass(frozen=True)
 class Trained:
-    """What is stored and what is exact after some steps of AdamW, with the displacement of both from the start."""
+    """Stored and exact variances after some steps of AdamW, and the displacements of stored and exact weights."""
 
     v: Tensor
     exact_v: Tensor
@@ -44,14 +44,14 @@ def train_adamw(gradients: Gradients, shape: tuple[int, int], steps: int, lr: fl
 
 
 def displacement_ratios(moved: Tensor, exact: Tensor) -> tuple[float, float]:
-    """How far weights went against exact ones: in length, and along the exact way."""
+    """The displacement of weights relative to exact ones: its length, and its projection on the exact direction."""
     return (moved.norm() / exact.norm()).item(), ((moved * exact).sum() / (exact * exact).sum()).item()
 
 
 @pytest.mark.parametrize("eps", [1e-8, 1e-16])
 @pytest.mark.parametrize("size", [1e-9, 1e-6, 1.0, 1e6])
 def test_displacement_is_exact_for_gradients_of_any_size(size: float, eps: float):
-    """Within 0.99–1.01 after 50 steps; the published method goes 0.16, 2.6, 1 and NaN times as far."""
+    """The ratio is 0.99–1.01 after 50 steps. The published method has 0.16, 2.6, 1 and NaN."""
     shape = (64, 64)
     trained = train_adamw(
         lambda _, random: torch.randn(shape, generator=random) * size, shape, steps=50, lr=1e-3, eps=eps
@@ -62,9 +62,9 @@ def test_displacement_is_exact_for_gradients_of_any_size(size: float, eps: float
 
 @pytest.mark.parametrize("drift", [0.0, 1.0], ids=["noise", "drift"])
 def test_an_outlier_leaves_its_neighbours_steps_alone(drift: float):
-    """One gradient in each group 1000 times the others: theirs go 0.8–1.2 times as far; as published, 33.8.
+    """One gradient per group is 1000 times the others. The others' ratio is 0.8–1.2; the published method has 33.8.
 
-    Length and direction both: momenta stored by softsign pass along the exact way (0.999) and go 2.5 times as far.
+    Length and direction must both be right: softsign momenta have a projection of 0.999 and 2.5 times the length.
     """
     shape = (64, 64)
     neighbours = torch.ones(shape, dtype=torch.bool)
@@ -79,8 +79,8 @@ def test_an_outlier_leaves_its_neighbours_steps_alone(drift: float):
         assert 0.8 <= ratio <= 1.2
 
 
-def test_a_constant_gradients_variance_arrives():
-    """|g| = 1, β2 = 0.999: v at step 2000 is 0.97–1.03 of exact; rounded to nearest it would freeze on the way."""
+def test_the_variance_of_a_constant_gradient_converges():
+    """|g| = 1, β2 = 0.999: v at step 2000 is 0.97–1.03 of exact. With rounding to nearest it would freeze earlier."""
     shape = (32, 64)
     signs = torch.randn(shape, generator=torch.Generator().manual_seed(1)).sign()
     trained = train_adamw(lambda *_: signs, shape, steps=2000, lr=1e-5)
@@ -90,7 +90,7 @@ def test_a_constant_gradients_variance_arrives():
 
 
 def test_variances_follow_gradients_that_shrink():
-    """×0.1 after step 500, half of the groups with a maximum that stays: the median v is 0.95–1.05 of exact."""
+    """Gradients shrink to 0.1 after step 500, except one per group in half of them: median v is 0.95–1.05 of exact."""
     shape = (64, 64)
     shrunk, steady = torch.full(shape, 0.1), torch.zeros(shape, dtype=torch.bool)
     steady[32:, ::32] = True
@@ -107,7 +107,7 @@ def test_variances_follow_gradients_that_shrink():
 
 @pytest.mark.parametrize("direction", [-1.0, 1.0], ids=["up", "down"])
 def test_weights_never_stall(direction: float):
-    """Weights of 1.0 under 2,000 updates of 2e-7, an hundredth of their resolution, end within 5 % of the sum."""
+    """Weights of 1.0 get 2,000 updates of 2e-7, a hundredth of their resolution. They move within 5 % of the sum."""
     p = Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
     optimizer = FlashSGD([p], lr=2e-7, master_weight_bits=24, rounding="dither", eager=True)
     for _ in range(2000):

@@ -1,4 +1,4 @@
-"""Where groups lie in a tensor: every element in one span, and views that agree with plain slices."""
+"""The layout of groups in a tensor: every element is in one span, and views agree with plain slices."""
 
 import math
 
@@ -40,7 +40,7 @@ def test_views_of_elements_agree_with_slices(rows: int, columns: int, width: int
         assert view.shape == (rows, view.shape[1], min(width, taken.shape[1]))
         assert torch.equal(view.flatten(1), taken)
         assert view.data_ptr() == taken.data_ptr()
-        # It takes any shape of as many elements, as long as they follow each other.
+        # Any shape with as many elements works, if they are contiguous.
         assert torch.equal(span.of_elements(tensor.view(-1), width), view)
 
 
@@ -51,7 +51,7 @@ def test_views_of_elements_agree_with_slices(rows: int, columns: int, width: int
     count=st.integers(1, 4),
 )
 def test_views_of_scales_agree_with_slices(rows: int, columns: int, group_size: int, count: int):
-    """The scale of each element's group, where a piece is one group or several."""
+    """Each element gets its group's scale, whether a piece is one group or several."""
     groups = -(-columns // group_size)
     scales = torch.arange(rows * groups).view(rows, groups)
     of_each = scales.repeat_interleave(group_size, 1)[:, :columns]
@@ -59,7 +59,7 @@ def test_views_of_scales_agree_with_slices(rows: int, columns: int, group_size: 
         length = span.last - span.first
         own = scales[:, span.first // group_size : -(-span.last // group_size)]
         if length % (group_size * count) and own.shape[1] > count:
-            continue  # a rest of more groups than a piece has is no whole number of pieces
+            continue  # the short end has more groups than a piece, so it is not a whole number of pieces
         view = span.of_scales(scales, group_size, count)
         assert torch.equal(view.flatten(1), own)
         assert view.shape[-1] == min(count, own.shape[1])
@@ -79,7 +79,7 @@ def test_a_span_of_any_columns_is_a_slice(rows: int, columns: int, first: int, l
 
 @given(shape=shapes, group_size=st.integers(2, 40))
 def test_blocks_of_a_tensor_are_its_groups(shape: tuple[int, ...], group_size: int):
-    """Each element once, each group within one row, and each block beginning where it says."""
+    """Each element occurs once, each group lies within one row, and each block begins at its start."""
     rows = Rows(shape, group_size)
     assert rows.count * rows.columns == math.prod(shape) == math.prod(rows.grid)
     position = torch.arange(math.prod(shape)).view(shape)

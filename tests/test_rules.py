@@ -1,7 +1,7 @@
-"""Every rule, stored in every way, takes the steps of its float64 oracle: one table.
+"""One table: every rule, stored in every way, takes the steps of its float64 oracle.
 
-After each step the oracle starts anew from what is stored, so that a step may err by its formats' proven
-bounds and a few fp32 roundings, and by nothing else.
+The oracle starts each step from the stored values. A step may thus err only by its formats' proven bounds and
+a few fp32 roundings.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ from quant import Grouped, Raw, Rounded, Split
 from quant.bounds import grouped_bound, split_bound
 
 STEPS = 4
-# A rule computes in fp32; its results err by this share of the largest number that goes into them.
+# A rule computes in fp32, so its results err by this share of their largest input.
 FP32_ERROR = 16 * 2.0**-24
 ROUNDINGS = ("nearest", "dither")
 STORAGES = [
@@ -46,7 +46,7 @@ STORAGES = [
         ROUNDINGS,
     )
 ]
-# Thin, because each costs a compilation: every rule, dtype, number of bits and rounding, and both kinds of state.
+# Few, because each costs a compilation: every rule, dtype, number of bits and rounding, and both kinds of state.
 COMPILED = [
     ("adamw", torch.bfloat16, 24, True, "dither", [ALIGNED, RAGGED, BIAS]),
     ("adam", torch.float32, 24, True, "nearest", [ALIGNED]),
@@ -67,7 +67,7 @@ def name_of(storage: dict[str, Any]) -> str:
 
 
 def spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The distance between neighbours of `dtype` about float64 `x`, the larger of the two at a power of two."""
+    """The distance between neighbours of `dtype` around float64 `x`; at a power of two, the larger one."""
     rounded = x.to(dtype)
     above = torch.nextafter(rounded.abs(), torch.full_like(rounded, torch.inf))
     return above.double() - rounded.abs().double()
@@ -98,7 +98,7 @@ def assert_within(error: Tensor, bound: Tensor | float) -> None:
 
 
 def as_fp32(value: Any) -> Any:
-    """Hyper-parameters as a step gets them: 1 − β of a float32 β differs from that of a float64 one."""
+    """Hyper-parameters rounded to fp32, as in a step. 1 − β differs between float32 and float64 β."""
     if isinstance(value, tuple):
         return tuple(as_fp32(each) for each in value)
     return value if isinstance(value, bool) else torch.tensor(value, dtype=torch.float32).double()
@@ -165,7 +165,7 @@ def test_compiled_is_eager_bit_for_bit(name, dtype, bits, quantize, rounding, sh
         assert_identical(stored(one), stored(other))
 
 
-def test_the_table_has_every_rule_and_the_compiled_ones_every_way_of_storing():
+def test_the_table_has_every_rule_and_the_compiled_cases_every_storage():
     from flashopt_compile import optimizers
     from flashopt_compile.rules import adam, adamw, lion, sgd
 
@@ -191,7 +191,7 @@ def test_unbias_divides_by_the_weight_gathered(beta: float, t: int):
     )
 
 
-def test_rule_that_says_plain_w_or_moved_by_is_the_same_rule():
+def test_rules_that_return_w_or_moved_are_equivalent():
     @rule(m=Raw())
     def plain(w, g, m, t, *, lr=0.1):
         m = m + g

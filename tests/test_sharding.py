@@ -1,4 +1,4 @@
-"""Sharded models, in several processes: the bits of one process, and checkpoints for any number of them."""
+"""Sharded models in several processes have the bits of one process, and checkpoints for any number of processes."""
 
 import subprocess
 import sys
@@ -58,7 +58,7 @@ def checksums(path: Path) -> dict[str, int]:
     return torch.load(path, weights_only=True)["checksums"]
 
 
-def test_whole_states_of_any_library_are_cut_and_mistakes_are_sentences(tmp_path: Path):
+def test_whole_states_of_any_library_load_into_shards_and_mistakes_are_sentences(tmp_path: Path):
     run(tmp_path, 2, "whole_states", "mistakes")
 
 
@@ -72,14 +72,14 @@ def test_the_example_continues_on_another_number_of_processes(tmp_path: Path):
 
 
 @pytest.mark.parametrize("value", [torch.zeros(2), torch.nn.Parameter(torch.zeros(2)), None, 1.0])
-def test_what_is_not_sharded_is_its_own_part(value: Any):
+def test_an_unsharded_value_is_its_own_local_part(value: Any):
     assert not shards.is_sharded(value)
     assert shards.local(value) is value
     assert shards.whole(value) is value
 
 
 def test_states_stay_where_the_parameter_is_offloaded_to(monkeypatch: pytest.MonkeyPatch):
-    """A part on the CPU, of a mesh of another device: there is none here but "meta"."""
+    """The local part is on the CPU and the mesh on another device. Only "meta" is available here."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
     try:
         parameter = distribute_tensor(torch.zeros(6, 4), init_device_mesh("cpu", (1,)), [Shard(0)])

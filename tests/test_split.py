@@ -1,4 +1,4 @@
-"""Heads and tails: the head is the cast, the error is within the bound, and no compiler changes a bit."""
+"""Heads and tails: the head equals the cast, the error is within the bound, and compilers change no bit."""
 
 import math
 from collections.abc import Callable
@@ -74,7 +74,7 @@ EDGES = torch.cat([every_exponent(), padded(SPECIAL)])
 
 
 def check_round_trip(format: Split, w: Tensor, head: Tensor, tail: Tensor, decoded: Tensor) -> Tensor:
-    """That the head is the cast, what is not finite has tail 0 and the rest errs within the bound: its share."""
+    """Check that heads equal the cast, non-finite ones have tail 0, and errors are within the bound. Return shares."""
     assert differences(head, w.to(format.head)) == 0
     finite = head.isfinite()
     assert not tail[~finite].any()
@@ -102,7 +102,7 @@ def test_head_is_the_cast_and_error_is_within_the_bound(format: Split, mode: str
 
 
 def near_the_bound(format: Split) -> Tensor:
-    """Inputs dense enough about one head to come close to the bound: where fp32 is much finer than the codes."""
+    """Inputs dense enough around one head to come close to the bound. fp32 is much finer than the codes there."""
     generator = np.random.default_rng(2)
     if format.head == torch.bfloat16:
         return torch.from_numpy(1.5 + np.arange(-(2**15), 2**15) * 2.0**-23).float()
@@ -154,8 +154,8 @@ def test_rounding_is_as_fine_for_both_signs(format: Split):
 
 
 @each_format
-def test_head_is_the_nearest_to_what_the_pair_stands_for(format: Split):
-    """Also where rounding carried it into the next binade, whose codes are too coarse to hit the tie below."""
+def test_head_is_the_nearest_to_the_value_of_the_pair(format: Split):
+    """This holds even if rounding carried into the next binade, whose codes are too coarse to hit the tie below."""
     exponent = torch.arange(-14, 16).repeat_interleave(2**15)
     below_power = torch.ldexp(1 - torch.arange(2**15).repeat(30) * 2.0**-24, exponent)
     for w in (below_power.float(), -below_power.float(), EDGES, random_bits(7)):
@@ -178,12 +178,12 @@ def noises(count: int, step: int = 0) -> Tensor:
     return noise(mix(torch.arange(count, dtype=torch.int32), torch.tensor(step, dtype=torch.int32)), stream=0)
 
 
-# Far enough from the ends that no move overflows, or is itself too small for fp32.
+# Far enough from the ends that no move overflows or is too small for fp32.
 LEAST_MOVED, MOST_MOVED = 2.0**-100, 2.0**126
 
 
 def stored(format: Split, generator: np.random.Generator, count: int = COUNT) -> Pair:
-    """Parts that `encode` made, of weights all over the range that moves are right in, save the last binade."""
+    """Encoded weights from the whole range in which moves are correct, except the last binade."""
     patterns = torch.from_numpy(generator.integers(0, 2**16, count, dtype=np.uint16).view(np.int16))
     head = patterns.view(format.head)
     head = torch.where(head.abs() < min(torch.finfo(format.head).max / 2, MOST_MOVED), head, 1)
@@ -193,13 +193,13 @@ def stored(format: Split, generator: np.random.Generator, count: int = COUNT) ->
 
 
 def small_moves(head: Tensor, generator: np.random.Generator) -> Tensor:
-    """fp32 moves of up to an ulp of the head, of all magnitudes below and both signs."""
+    """fp32 moves of both signs and all magnitudes up to an ulp of the head."""
     size = 2.0 ** -generator.uniform(0, 30, len(head)) * generator.choice([-1.0, 1.0], len(head))
     return (ulp(head, head.dtype) * torch.from_numpy(size)).float()
 
 
 def check_move(format: Split, before: Pair, by: Tensor, after: Pair, whole_codes: float) -> Tensor:
-    """That the exact sum of head and tail moved `by`, to within the bound: its share."""
+    """Check that the exact sum of head and tail moved `by`, within the bound. Return the errors as shares of it."""
     larger = torch.maximum(ulp(before[0], format.head), ulp(after[0], format.head))
     limit = split_bound(format, "dither").function()(ulp_head=larger) - (1 - whole_codes) * larger / (2 * format.levels)
     share = (joined(*after) - joined(*before) - by.double()).abs() / limit
@@ -262,7 +262,7 @@ def test_moving_by_zero_keeps_every_pair_that_encode_makes(format: Split, zero: 
 
 
 def mean_move(format: Split, parts: Pair, codes: float, steps: int) -> tuple[float, float]:
-    """The mean move of a step in codes of `parts`, and how far chance lets it stray (5 standard deviations)."""
+    """The mean move per step in codes of `parts`, and 5 standard deviations of it."""
     count = len(parts[0])
     size = ulp(parts[0][:1], format.head).item() / (2 * format.levels)
     start, by = joined(*parts), torch.full((count,), codes * size)
@@ -273,7 +273,7 @@ def mean_move(format: Split, parts: Pair, codes: float, steps: int) -> tuple[flo
     return mean, 5 * math.sqrt(max(fraction * (1 - fraction), 2.0**-9) / (count * steps))
 
 
-# Tails of 16 bits come to fp32's own resolution, 2^-9 of a code: what is less than that is not told apart.
+# 16-bit tails reach fp32's own resolution, 2^-9 of a code. Smaller moves cannot be distinguished.
 SMALL_SHARE = {torch.int8: 1e-3, torch.int16: 2.0**-6}
 
 
@@ -293,7 +293,7 @@ def test_dithered_moves_are_right_on_average(format: Split, sign: int, start: st
 
 @each_format
 def test_small_moves_cross_from_head_to_head(format: Split):
-    """Weights 30 codes below a tie, moved on by 60 thirds of a code a step: none stays behind at the tie."""
+    """Weights start 30 codes below a tie and move 60 codes by a third per step. None stays behind at the tie."""
     count = 2**12
     for first_head in (1.5, 1.5 + 2 * torch.finfo(format.head).eps / 2, 2 - torch.finfo(format.head).eps):
         head = torch.full((count,), first_head, dtype=format.head)
@@ -312,7 +312,7 @@ def test_small_moves_stall_without_dither(format: Split):
 
 @each_format
 def test_large_moves_round_like_fp32(format: Split):
-    """A move of any size errs by no more than fp32 roundings of the weight and the move, and a code."""
+    """A move of any size errs by at most a code plus fp32 roundings of the weight and the move."""
     generator = np.random.default_rng(8)
     parts = stored(format, generator)
     by = (parts[0].double() * torch.from_numpy(generator.uniform(-1.9, 1, COUNT))).float()
@@ -336,7 +336,7 @@ def test_the_least_weights_are_moved_like_others(format: Split):
 
 
 @each_format
-def test_what_is_not_finite_or_overflows_does_not_come_back(format: Split):
+def test_nonfinite_or_overflowing_moves_give_nonfinite_weights(format: Split):
     largest = torch.finfo(format.head).max
     head = torch.tensor([largest, -largest, 1.0, 1.0, 1.0, math.inf, math.nan], dtype=format.head)
     by = torch.tensor([largest, -largest, math.inf, -math.inf, math.nan, 1.0, 1.0])
@@ -347,18 +347,18 @@ def test_what_is_not_finite_or_overflows_does_not_come_back(format: Split):
 
 
 @each_format
-def test_a_move_by_any_nan_leaves_one(format: Split):
+def test_a_move_by_any_nan_gives_nan(format: Split):
     ones = torch.ones(len(EXTREME_NANS))
     for by in (EXTREME_NANS, ones * math.nan, -ones * math.nan):
         head, tail = format.advance(*format.encode(ones), by, noises(len(by)))
         assert head.isnan().all() and not tail.any()
 
 
-# What Inductor makes of it
+# Inductor's code
 
 
 def vectorized(code: str) -> bool:
-    """Whether all loops of the generated C++ run over vectors: none steps by one element."""
+    """True if all loops of the generated C++ run over vectors and none steps by one element."""
     return "at::vec::Vectorized" in code and "x0+=static_cast<int64_t>(1L)" not in code
 
 
@@ -367,7 +367,7 @@ def generated_code(format: Split) -> list[str]:
     parts = stored(format, generator)
     by = small_moves(parts[0], generator)
     ROUND_TRIP["compiled"][format](random_bits(9))
-    TWO_MOVES[format](*parts, by, noises(COUNT), by.clone())  # the same tensor twice would be another graph
+    TWO_MOVES[format](*parts, by, noises(COUNT), by.clone())  # passing the same tensor twice would make another graph
     return [ROUND_TRIP["compiled"][format].code, TWO_MOVES[format].code]
 
 
@@ -375,12 +375,12 @@ def generated_code(format: Split) -> list[str]:
 @pytest.mark.skipif(not pick_vec_isa(), reason="this machine has no vector instructions that Inductor knows")
 def test_generated_code_is_vectorized_for_tails_of_8_bits(format: Split):
     for code in generated_code(format):
-        # Inductor's C++ backend has no int16 vectors (torch 2.13): when this changes, say so in the documentation.
+        # Inductor's C++ backend has no int16 vectors (torch 2.13). If this changes, update the documentation.
         assert vectorized(code) == (format.tail == torch.int8)
 
 
 def test_inductor_folds_a_cast_and_back_to_nothing():
-    """The trap that the whole formulation avoids; should this fail, PyTorch has changed and the trap is gone."""
+    """Our formulation avoids this trap. If this test fails, PyTorch has changed and the trap is gone."""
 
     def naive_rest(w: Tensor) -> Tensor:
         return w - w.to(torch.bfloat16).to(torch.float32)

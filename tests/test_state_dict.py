@@ -1,4 +1,4 @@
-"""State dicts in the wild: torch.distributed.checkpoint, other devices, and 500 that are spoiled at random."""
+"""State dicts in practice: torch.distributed.checkpoint, other devices, and 500 randomly spoiled ones."""
 
 import copy
 import random
@@ -71,7 +71,7 @@ def own_rule(w, g, a, b, t, *, lr=1e-2):
 
 
 class Own(FlashOptimizer, rule=own_rule):
-    """A rule of the user's own, with states that torch.optim has no names for."""
+    """A custom rule whose states have no names in torch.optim."""
 
 
 @pytest.mark.parametrize("is_compressed", [True, False], ids=["compressed", "expanded"])
@@ -107,7 +107,7 @@ JUNK: list[Callable[[random.Random], Any]] = [
 
 
 def places(value: Any) -> list[tuple[Any, Any]]:
-    """Every container in nested dicts and lists, with every key of it."""
+    """Every container in nested dicts and lists, paired with each of its keys."""
     if not isinstance(value, dict | list):
         return []
     keys = list(value) if isinstance(value, dict) else list(range(len(value)))
@@ -141,7 +141,7 @@ SOURCES: dict[str, Callable[[Row], dict[str, Any]]] = {
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("row", [TABLE[0], TABLE[4]], ids=lambda row: row.name)
 def test_spoiled_dicts_load_soundly_or_change_nothing(row: Row, source: str):
-    """125 of each kind give one sentence and no change or, if the spoiled part does not matter, a state that steps."""
+    """125 dicts of each kind are refused in one sentence without any change, or load to a state that can step."""
     good = copy.deepcopy(SOURCES[source](row))
     choice = random.Random(3)
     refused = 0
@@ -168,7 +168,7 @@ def test_spoiled_dicts_load_soundly_or_change_nothing(row: Row, source: str):
     assert refused > 60
 
 
-def test_a_dict_that_is_none_is_one_sentence():
+def test_an_invalid_dict_is_refused_in_one_sentence():
     optimizer = FlashAdamW(new_model().parameters(), eager=True)
     for wrong in (None, [], "dict", {"state": {}}, {"state": [], "param_groups": []}, {"state": {}, "param_groups": 3}):
         with pytest.raises(ValueError, match=r"FlashAdamW: .*expected is a"):

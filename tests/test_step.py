@@ -1,4 +1,4 @@
-"""The generic step: the same bits however a parameter is cut up, in place, and in bounded memory."""
+"""The generic step works in place and in bounded memory, with the same bits however a parameter is cut."""
 
 import subprocess
 import sys
@@ -37,14 +37,14 @@ def step_for(shape: tuple[int, ...], rounding: str = "dither") -> Step:
 
 
 class UncompiledWhole(inductor.WholeKernel):
-    """The kernel of a device that steps whole parameters, but for the compiler."""
+    """The kernel for whole parameters, without the compiler."""
 
     def _run(self, tensors: Sequence[Tensor], t: Tensor, place: Place, numbers: Any) -> None:
         self.step(tensors, t, place, numbers)
 
 
 def fresh_tensors(one: Step, shape: tuple[int, ...]) -> list[Tensor]:
-    """Head, gradient and the rest of a parameter after one step, so that no state is zero."""
+    """Head, gradient and parts of a parameter after one step, so that no state is zero."""
     (head,) = parameters([shape])
     give_gradients([head], 0)
     assert head.grad is not None
@@ -79,7 +79,7 @@ def test_cuts_give_the_bits_of_the_whole(
 @pytest.mark.parametrize("cuts", [[0, 1], [0, 3, 4], [0, 0, 2]], ids=str)
 @pytest.mark.parametrize("shape", SHAPES[:-2], ids=str)
 def test_shards_of_rows_give_the_bits_of_the_whole(shape: tuple[int, ...], cuts: list[int]):
-    """As ranks of a sharded run would: each its rows, its rows' scales, and their positions."""
+    """Each rank of a sharded run has its rows, their scales and their positions."""
     one = step_for(shape)
     whole, sharded = fresh_tensors(one, shape), fresh_tensors(one, shape)
     t = torch.tensor(2.0)
@@ -108,7 +108,7 @@ KERNELS: dict[str, Kernels] = {
 def test_shards_of_columns_give_the_bits_of_the_whole(
     cut: int, small: int, most: int, kernels: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """As ranks of tensor parallelism would: each its columns, which follow each other within a row alone."""
+    """Each rank of tensor parallelism has its columns, which are contiguous only within a row."""
     shape = 33, 128
     one, t = step_for(shape), torch.tensor(2.0)
     whole, sharded = fresh_tensors(one, shape), fresh_tensors(one, shape)
@@ -130,7 +130,7 @@ def test_shards_of_columns_give_the_bits_of_the_whole(
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_shards_of_columns_without_groups_give_the_bits_of_the_whole(kernels: str, monkeypatch: pytest.MonkeyPatch):
-    """Columns may then be cut anywhere."""
+    """Without groups, columns may be cut anywhere."""
     shape, cut = (33, 128), 45
     one = Step(adamw, storage_of(adamw, torch.bfloat16, shape, 24, False), "dither", maximize=False)
     t = torch.tensor(2.0)
@@ -159,7 +159,7 @@ def test_strided_parameters_are_stepped_in_bounded_slabs(shape: tuple[int, ...],
 
 
 def test_draws_differ_between_elements_and_steps():
-    """Equal weights under equal updates part ways, each time anew."""
+    """Equal weights with equal updates diverge, differently in each step."""
     p = Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
     optimizer = FlashSGD([p], lr=1e-6, eager=True)
     tails = []
@@ -192,7 +192,7 @@ def test_step_writes_in_place_and_leaves_the_gradient():
 
 @pytest.mark.parametrize("rounding", ["nearest", "dither"])
 @pytest.mark.parametrize("bits", [24, 32, None])
-def test_plain_w_is_moved_by_to_within_one_code(bits: int | None, rounding: str):
+def test_returning_w_equals_returning_moved_to_within_one_code(bits: int | None, rounding: str):
     @rule(m=SIGNED8)
     def plain(w, g, m, t, *, lr=0.01):
         m = 0.9 * m + g
@@ -274,7 +274,7 @@ print(peak_of_a_step(int(sys.argv[1])))
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's high-water mark of memory")
 def test_peak_memory_of_a_step_is_16_mib_at_most():
-    """For one bf16 parameter of 100 million elements."""
+    """The parameter is bf16 and has 100 million elements."""
     done = subprocess.run([sys.executable, "-c", PEAK, "97657"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) <= 16 * 2**20, f"{int(done.stdout) / 2**20:.1f} MiB"

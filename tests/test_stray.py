@@ -1,4 +1,4 @@
-"""What the interpreter cannot see of a GPU: with products fused into sums and rough quotients, little would change."""
+"""GPU arithmetic that the interpreter lacks: fused multiply-adds and inexact quotients change little."""
 
 from functools import cache
 
@@ -46,11 +46,11 @@ def test_stray_arithmetic_moves_weights_and_states_by_a_code_at_most(name: str):
     weight = exact_weight(head, tail)
     update = (weight - exact_weight(before[0], before[2])).abs()
     code = Split().resolution(head, tail).double()
-    # A code, and some ulps of the update itself: where it takes the weight through zero, they are more than a code.
+    # Allow a code and some ulps of the update. The ulps exceed a code if the update takes the weight through zero.
     apart = (exact_weight(stray_head, stray_tail) - weight).abs()
     assert (apart <= code + 8 * 2.0**-24 * update).all()
     assert (apart > 0).double().mean() < 0.005
-    # Another head is right as well: the weight lies in the middle between the two, to within as much.
+    # A different head is correct too, if the weight lies midway between both, within the same error.
     other = head != stray_head
     assert (127 - tail[other].abs() <= 1 + (apart / code)[other]).all()
     assert other.double().mean() < 1e-4

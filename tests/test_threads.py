@@ -1,6 +1,6 @@
-"""Threads: optimizers that step beside each other, and beside others' compiled code, have the bits of one thread.
+"""Optimizers that step in threads, next to each other and to other compiled code, have the bits of one thread.
 
-FLASHOPT_ROUNDS=50 repeats the rounds of many threads, each in a new process.
+FLASHOPT_ROUNDS=50 repeats the rounds with many threads, each in a new process.
 """
 
 import gc
@@ -25,7 +25,7 @@ ROUNDS = int(os.environ.get("FLASHOPT_ROUNDS", "1"))
 SHAPES = [(40, 64), (48,), (33, 40), (512, 160), (300, 250)]
 JOBS: list[tuple[type[FlashOptimizer], dict[str, Any]]] = [
     (FlashAdamW, {}),
-    (FlashAdamW, {}),  # the same kernel, wanted by two threads at once
+    (FlashAdamW, {}),  # the same kernel, needed by two threads at once
     (FlashLion, {}),
     (FlashSGD, {"momentum": 0.9}),
     (FlashAdamW, {"rounding": "nearest"}),
@@ -34,7 +34,7 @@ SECONDS = 200.0  # to wait for a thread
 
 
 class Threads:
-    """Threads that are waited for, and whose first error is raised."""
+    """Threads to wait for. The first error in one of them is raised."""
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
@@ -64,7 +64,7 @@ def add_one(c: Tensor) -> None:
 
 
 def test_what_another_thread_compiled_runs_as_often_as_it_is_called():
-    """While our first step compiles; in a new process."""
+    """The other thread runs while our first step compiles, in a new process."""
     fresh.run(count_beside_a_first_step)
 
 
@@ -77,7 +77,7 @@ def count_beside_a_first_step() -> None:
 
 
 def count_during_a_first_step() -> weakref.ref[Tensor]:
-    """The tensor that another thread counted up, weakly."""
+    """A weak reference to the tensor that another thread increments."""
     compiled, c, calls = torch.compile(add_one), torch.zeros(16, dtype=torch.int64), 0
     compiled(torch.zeros(16, dtype=torch.int64))
     is_over = threading.Event()
@@ -110,7 +110,7 @@ def new_optimizer(number: int, eager: bool = False) -> FlashOptimizer:
 
 
 def step_in_threads(round_number: int) -> None:
-    """First steps, then later ones in other threads, all beside an eager optimizer and compiled models of others."""
+    """Take first steps, then later ones in other threads, next to an eager optimizer and other compiled models."""
     moments, original = random.Random(round_number), CompiledFxGraph.__call__
     expected = [stored(train(new_optimizer(number, eager=True), range(6))) for number in range(len(JOBS))]
     neighbours = [compiled_counter(), compiled_training(), eager_steps()]
@@ -179,7 +179,7 @@ def compiled_training() -> Callable[[], None]:
 
 
 def eager_steps() -> Callable[[], None]:
-    """An optimizer of ours, uncompiled, is not affected by what compiling changes in the process."""
+    """Our uncompiled optimizer must not be affected by compilation in the process."""
 
     def course() -> list[Tensor]:
         return stored(train(FlashAdamW(parameters([(33, 40), (64, 64)]), eager=True), range(3)))

@@ -1,4 +1,4 @@
-"""Loops in tiles: the C++ that Inductor writes for them, and what is left as Inductor has it."""
+"""Loops in tiles: the C++ that Inductor writes for them, and the code that stays without tiles."""
 
 import re
 import threading
@@ -22,7 +22,7 @@ IN_TILES = {**OPTIONS, "_pre_fusion_custom_pass": InTiles()}
 
 
 def source_of(function: Callable[..., Any], *arguments: Tensor, options: dict[str, Any] = IN_TILES) -> str:
-    """The C++ that Inductor writes for blocks (rows, n, width), having checked what it computes."""
+    """Inductor's C++ for blocks (rows, n, width). Its results are checked too."""
     expected = function(*arguments)
     torch._dynamo.reset()
     for tensor in arguments:
@@ -39,7 +39,7 @@ def loops_over_tiles(source: str) -> list[str]:
 
 
 def normalized(x: Tensor) -> Tensor:
-    """Three loops: the largest of each piece, a factor of each, and the quotients."""
+    """Three loops: the maximum of each piece, a factor for each, and the quotients."""
     y = x * x
     y = y.as_strided(y.shape, y.stride())
     factor = 1 / y.amax(-1, keepdim=True)
@@ -53,13 +53,13 @@ def test_loops_over_the_same_pieces_are_in_one_over_tiles(rows: int, pieces: int
     assert f"tile+=static_cast<int64_t>({TILE_ELEMENTS // 64}L)" in over_tiles
     assert source.count("for(int64_t row=") == 1
     assert source.count("#pragma omp for") <= 1
-    # What they leave each other is of a tile's size, and no tensor but the result is made.
+    # The loops' temporaries have a tile's size, and the result is the only new tensor.
     assert sorted(re.findall(r"alignas\(64\) float \w+\[(\d+)\];", source)) == ["1024", "16", "16"]
     assert source.count("empty_strided_cpu(") == 1
 
 
 def test_rows_may_lie_apart():
-    """As those of a parameter do, of which the short groups that end its rows are stepped elsewhere."""
+    """The whole groups of a parameter's rows lie apart if short groups in between are stepped elsewhere."""
     whole = torch.rand(6, 37 * 64 + 8) + 1
     source = source_of(normalized, whole[:, : 37 * 64].unflatten(1, (37, 64)))
     assert len(loops_over_tiles(source)) == 1
@@ -86,12 +86,12 @@ def columns(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("function", [other_rows, other_pieces, all_rows, columns])
-def test_what_minds_other_pieces_is_left_as_it_is(function: Callable[[Tensor], Tensor]):
+def test_loops_that_read_other_pieces_get_no_tiles(function: Callable[[Tensor], Tensor]):
     assert not loops_over_tiles(source_of(function, torch.rand(5, 20, 64) + 1))
 
 
-def test_others_compile_as_ever():
-    """Before, after and while we compile: tiles are an option of one compilation."""
+def test_other_code_compiles_without_tiles():
+    """Tiles are an option of a single compilation, so other compilations before and after ours have none."""
     block = torch.rand(5, 20, 64) + 1
     assert not loops_over_tiles(source_of(normalized, block, options=OPTIONS))
     assert loops_over_tiles(source_of(normalized, block))
@@ -99,7 +99,7 @@ def test_others_compile_as_ever():
 
 
 def test_a_compile_in_another_thread_has_no_tiles(monkeypatch: pytest.MonkeyPatch):
-    """It begins once ours has reached its loops, and ends before ours goes on."""
+    """The other compilation starts once ours has reached its loops."""
     real, sources, errors = InTiles.__call__, [], []
 
     def other() -> None:
@@ -112,7 +112,7 @@ def test_a_compile_in_another_thread_has_no_tiles(monkeypatch: pytest.MonkeyPatc
         found = real(self, nodes)
         thread = threading.Thread(target=other)
         thread.start()
-        thread.join(2)  # until it waits for the lock that compiling takes, or is done
+        thread.join(2)  # until it is done or waits for the compile lock
         threads.append(thread)
         return found
 
@@ -140,7 +140,7 @@ def test_a_compile_in_another_thread_has_no_tiles(monkeypatch: pytest.MonkeyPatc
 def test_a_step_computes_its_states_once(
     kind: type[FlashOptimizer], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
-    """They are read where the largest are found, and not again."""
+    """States are read once, in the loop that finds the maxima."""
     monkeypatch.setattr(inductor, "_kernels", type(inductor._kernels)())
     optimizer = kind(parameters([(64, 64)]), lr=0.01, **options)
     with fresh_cache():
@@ -149,7 +149,7 @@ def test_a_step_computes_its_states_once(
     codes = [name for name in re.findall(r"const u?int8_t\* (in_ptr\d+)", source)]
     reads = [len(re.findall(rf"= {name}\[", source)) for name in codes]
     assert reads == [1] * len(codes) and len(codes) == len(optimizer.rule_of(optimizer.param_groups[0]).states) + 1
-    assert not re.findall(r"empty_strided_cpu\(\(s\d+", source)  # no memory but of numbers
+    assert not re.findall(r"empty_strided_cpu\(\(s\d+", source)  # no temporaries that grow with the parameter
 
 
 def test_a_step_that_is_not_in_tiles_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch):
@@ -161,12 +161,12 @@ def test_a_step_that_is_not_in_tiles_gives_the_same_bits(monkeypatch: pytest.Mon
     ours = run()
     monkeypatch.setattr("flashopt_compile.inductor.tiles._common_loops", lambda loops: None)
     monkeypatch.setattr(inductor, "_told", set())
-    with pytest.warns(RuntimeWarning, match="none of its inputs"):  # what its loops leave each other
+    with pytest.warns(RuntimeWarning, match="none of its inputs"):  # the loops' temporaries
         assert_identical(run(), ours)
 
 
 def test_kernels_of_other_tiles_are_not_found_in_inductors_cache(monkeypatch: pytest.MonkeyPatch):
-    """Its keys are of what it knows itself: without a word of ours, kernels of an older version would be used again."""
+    """Inductor's keys cover only its own code. Without our uuid, kernels of an older version would be reused."""
     before = InTiles().uuid()
     assert InTiles().uuid() == before
     assert isinstance(before, str) and before

@@ -1,4 +1,4 @@
-"""Spacing, rounding, maxima and the square root, against casts, numpy and the bits themselves."""
+"""Spacing, rounding, maxima and the square root agree with casts, numpy and the bits."""
 
 import math
 
@@ -83,8 +83,8 @@ def test_nearest_is_the_cast(x: Tensor):
         assert torch.equal(quick.isfinite(), expected.isfinite())
 
 
-def test_every_nan_stays_one():
-    """Also those whose bits, rounded, would be zero: a GPU's own is one. A CPU's and those of bf16 have not so many."""
+def test_every_nan_stays_nan():
+    """Even NaNs whose bits would round to zero, like a GPU's own. CPU and bf16 NaNs have fewer bits set."""
     for narrow in (BF16, FP16):
         assert nearest(EXTREME_NANS, narrow).isnan().all()
         short = EXTREME_NANS.view(torch.int32).bitwise_and(-(2**16)).view(torch.float32)
@@ -127,7 +127,7 @@ def test_whole_numbers_are_rounded_to_even_and_held(x: Tensor):
 
 @given(fp32_tensors())
 def test_whole_numbers_are_drawn_by_the_fraction_and_held(x: Tensor):
-    """Down after adding the noise to a number that is rounded to the noise's own steps."""
+    """The number is rounded to steps of the noise, the noise is added, and the sum is rounded down."""
     for bits in (STATE_NOISE_BITS, WEIGHT_NOISE_BITS):
         for numbers in (x[~x.isnan()], torch.arange(-(2**15), 2**15) / 130):
             noise = torch.arange(len(numbers), dtype=torch.int32) * 37 % 2**bits
@@ -141,7 +141,7 @@ def test_whole_numbers_are_drawn_by_the_fraction_and_held(x: Tensor):
 
 @given(fp32_tensors())
 def test_numbers_of_several_groups_in_a_row(x: Tensor):
-    """The largest of each, and what belongs to each, as if every group were a row of its own."""
+    """Each group's maximum and each element's number are the same as if every group were a row."""
     for groups, size in ((2, 32), (4, 16), (3, 5)):
         rows = x[: len(x) // (groups * size) * groups * size].view(-1, groups * size)
         apart = rows.view(-1, size)
@@ -170,7 +170,7 @@ def test_fp16_by_its_bits_is_the_conversion_both_ways():
 
 
 def rounded_up_bits(x: Tensor) -> Tensor:
-    """The bf16 not below x ≥ 0: its nearest one or the one after."""
+    """The smallest bf16 not below x ≥ 0: the nearest one or the next."""
     rounded = x.to(torch.bfloat16)
     return torch.where(rounded.float() >= x, rounded, (rounded.view(torch.int16) + 1).view(torch.bfloat16)).float()
 
@@ -188,7 +188,7 @@ def test_round_up_to_bf16_is_the_next_pattern(x: Tensor):
 
 
 def is_correctly_rounded_root(root: Tensor, x: Tensor) -> Tensor:
-    """Whether x lies between the squares of the midpoints about `root`: 25 bits, so exact in float64."""
+    """True if x lies between the squares of the midpoints around `root`. They have 25 bits, so float64 is exact."""
     half = ulp(root, torch.float32) / 2
     below = (root.double() - torch.where(bits_of(root) % 2**23 == 0, half / 2, half)) ** 2
     return (below < x.double()) & (x.double() < (root.double() + half) ** 2)

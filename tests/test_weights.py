@@ -1,4 +1,4 @@
-"""Exact weights, out of a model and its optimizer and back in."""
+"""Export exact weights from a model and its optimizer, and set them."""
 
 import copy
 from collections.abc import Callable
@@ -18,7 +18,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 class Tied(nn.Module):
-    """An embedding tied to the head, a norm with buffers, a frozen layer, and a weight the optimizer does not hold."""
+    """An embedding tied to the head, a norm with buffers, a frozen layer, and a weight outside of the optimizer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def test_weights_come_out_as_the_optimizer_has_them(dtype: torch.dtype, bits: in
 @pytest.mark.parametrize("bits", [24, 32])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_weights_go_in_to_the_bound_and_out_again_to_the_bit(dtype: torch.dtype, bits: int, steps: int):
-    """Before the first step as well, where the published implementation drops the correction."""
+    """This works before the first step too, where the published implementation drops the correction."""
     model, optimizer = trained(dtype, steps, master_weight_bits=bits)
     random = torch.Generator().manual_seed(5)
     given = {
@@ -101,7 +101,7 @@ def test_weights_go_in_to_the_bound_and_out_again_to_the_bit(dtype: torch.dtype,
 @pytest.mark.parametrize("bits", [24, 32])
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_weights_of_a_long_run_go_into_another_optimizer_to_the_bit(dtype: torch.dtype, bits: int):
-    """Dither leaves some beside a head that is not the nearest, in another binade than the weight."""
+    """After dither some heads are not the nearest to the weight, and lie in another binade."""
     model, optimizer = trained(dtype, steps=40, master_weight_bits=bits)
     exported = optimizer.get_fp32_model_state_dict(model)
     other, resumed = trained(dtype, steps=0, master_weight_bits=bits)
@@ -111,7 +111,7 @@ def test_weights_of_a_long_run_go_into_another_optimizer_to_the_bit(dtype: torch
     assert_identical([again[key] for key in held], [exported[key] for key in held])
 
 
-def test_what_was_set_before_the_first_step_is_what_is_stepped():
+def test_weights_set_before_the_first_step_are_stepped():
     model, optimizer = trained(torch.bfloat16, steps=0)
     exact = {key: value.float() + 1e-3 for key, value in model.state_dict().items() if value.is_floating_point()}
     optimizer.set_fp32_model_state_dict(model, exact, strict=False)
@@ -135,7 +135,7 @@ def test_a_partial_dict_sets_what_it_has():
 
 
 class Shell(nn.parallel.DistributedDataParallel):
-    """DDP as a wrapper alone, without processes to talk to."""
+    """DDP as a mere wrapper, without other processes."""
 
     def __init__(self, module: nn.Module) -> None:
         nn.Module.__init__(self)

@@ -1,4 +1,4 @@
-"""A device other than a CPU steps whole parameters in place; here a CPU is made to, so that it can be seen to agree."""
+"""Devices other than CPUs step whole parameters in place. Here a CPU does the same, so that bits can be compared."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_compiled_whole_parameters_get_the_eager_bits(kind: type[FlashOptimizer]
 
 
 def test_parameters_in_another_order_and_with_other_strides_get_the_eager_bits(whole: None):
-    """Large ones are copied a few rows at a time, and small ones together."""
+    """Large parameters are copied a few rows at a time, small ones together."""
 
     def run(eager: bool) -> list[torch.Tensor]:
         params = [

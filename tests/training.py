@@ -1,4 +1,4 @@
-"""Parameters, gradients, and what an optimizer holds: the ground common to the tests of optimizers."""
+"""Parameters, gradients and stored values, shared by the tests of optimizers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from quant.bounds import grouped_bound
 # Whole groups in every row; rows that end in a short group; and a bias.
 ALIGNED, RAGGED, BIAS = (40, 64), (33, 50), (7,)
 SHAPES = (ALIGNED, RAGGED, BIAS)
-# Our letters for torch.optim's states, and the bounds they are stored to.
+# Our letters for torch.optim's states, and the bounds of their formats.
 STATE_LETTERS = {"exp_avg": "m", "momentum_buffer": "m", "exp_avg_sq": "v"}
 STATE_LIMITS = {"m": grouped_bound(SIGNED8).function(), "v": grouped_bound(ROOT8).function()}
 
@@ -33,7 +33,7 @@ def give_gradients(params: Sequence[Tensor], seed: int, size: float = 1.0) -> No
 
 
 def train(optimizer: FlashOptimizer, steps: range) -> FlashOptimizer:
-    """Take numbered steps, each with the gradients its number stands for."""
+    """Take numbered steps. A step's number seeds its gradients."""
     params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for step in steps:
         give_gradients(params, step)
@@ -46,10 +46,10 @@ def group_of(optimizer: FlashOptimizer, parameter: Tensor) -> dict[str, Any]:
 
 
 def held(optimizer: FlashOptimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """The weight `w` and the states a parameter is stored as, in float64."""
+    """A parameter's stored weight `w` and states, in float64."""
     storage = optimizer.storage(group_of(optimizer, parameter), parameter)
     state = optimizer.state[parameter]
-    # Head and tail are added in float64: their sum in fp32 is off by up to half an fp32 ulp.
+    # Head and tail are added in float64, as a sum in fp32 would be off by up to half an fp32 ulp.
     values = {"w": parameter.detach().double()}
     if isinstance(storage.weight, Split):
         value, correction = storage.weight._terms(parameter.detach(), state["tail"])
@@ -69,7 +69,7 @@ def scales_of(state: dict[str, Tensor], name: str, columns: int) -> Tensor:
 
 
 def stored(optimizer: FlashOptimizer) -> list[Tensor]:
-    """Copies of every tensor there is: parameters, and their states in the order of the keys."""
+    """Copies of all parameters, each followed by its states in order of their keys."""
     tensors = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -79,7 +79,7 @@ def stored(optimizer: FlashOptimizer) -> list[Tensor]:
 
 
 def assert_identical(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
-    """Bit for bit, NaNs included."""
+    """Assert that tensors are equal bit for bit; NaNs are equal."""
     assert len(ours) == len(theirs)
     for one, other in zip(ours, theirs, strict=True):
         assert one.dtype == other.dtype
@@ -92,7 +92,7 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def assert_state_within_bound(optimizer: FlashOptimizer, parameter: Tensor, name: str, exact: Tensor) -> None:
-    """The state `name` of torch.optim is held to the bound of its format under nearest rounding; fp32 to the bit."""
+    """Assert that torch.optim's state `name` is within its format's bound for nearest rounding; fp32 is exact."""
     letter, state = STATE_LETTERS[name], optimizer.state[parameter]
     error = (held(optimizer, parameter)[letter] - exact.double()).abs()
     if letter in state:

@@ -1,4 +1,4 @@
-"""Ways to use an optimizer, by name: the numbers, layouts, gradients and conditions that a course chooses from."""
+"""The ways to use an optimizer that a course chooses from: numbers, layouts, gradients and conditions, by name."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -15,9 +15,9 @@ from torch.nn import Parameter
 
 from flashopt_compile import FlashAdamW, FlashLion, FlashOptimizer, FlashSGD
 
-# Names of rules and kinds that a hunt leaves out, to look behind a bug that is known: FLASHOPT_KNOWN="meta,pickle".
+# Names of rules and kinds that a hunt skips, to find bugs behind a known one: FLASHOPT_KNOWN="meta,pickle".
 KNOWN: set[str] = set(filter(None, os.environ.get("FLASHOPT_KNOWN", "").split(",")))
-WIDE = bool(os.environ.get("FLASHOPT_WIDE"))  # also what needs many kernels: for `make hunt`
+WIDE = bool(os.environ.get("FLASHOPT_WIDE"))  # also use kinds that need many kernels, for `make hunt`
 
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
 SHAPES = {
@@ -34,7 +34,7 @@ OPTIMIZERS: dict[str, tuple[type[FlashOptimizer], dict[str, Any]]] = {
     "SGD": (FlashSGD, {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.01}),
     "Lion": (FlashLion, {"lr": 0.001}),
 }
-# Options of added groups. Those of the second table need kernels of their own.
+# Options of added parameter groups. Those in the second table need kernels of their own.
 GROUP_OPTIONS: dict[str, dict[str, Any]] = {
     "same options": {},
     "own lr": {"lr": 0.125, "weight_decay": 0.25},
@@ -59,11 +59,11 @@ VALUES: dict[str, Sequence[Any]] = {
 
 
 def kinds(*names: str, rare: Sequence[str] = ()) -> st.SearchStrategy[str]:
-    """One of the names, simplest first, without those that are KNOWN; with `rare` ones where a hunt is wide."""
+    """One of the names, simplest first, except KNOWN ones. A wide hunt also chooses `rare` ones."""
     return st.sampled_from([name for name in (*names, *(rare if WIDE else ())) if name not in KNOWN])
 
 
-# Numbers: the value is rounded to fp32 first, so that every kind holds the same one.
+# Values are rounded to fp32 first, so that every kind holds the same number.
 NUMBERS: dict[str, Callable[[float], Any]] = {
     "float": float,
     "numpy scalar": np.float32,
@@ -79,14 +79,14 @@ def rounded(value: Any) -> Any:
 
 
 def number(kind: str, value: Any) -> Any:
-    """The same value as a number of a kind; several in a list if they can change in place."""
+    """`value` as a number of a kind. A tuple becomes a list if its numbers can change in place."""
     if isinstance(value, tuple):
         return (list if kind in ("numpy array", "tensor") else tuple)(number(kind, each) for each in value)
     return NUMBERS[kind](rounded(value))
 
 
 def change_in_place(held: Any, value: Any) -> bool:
-    """Write another value into what holds a number; False if it cannot be written to."""
+    """Write another value into the holder of a number. Return False if it is immutable."""
     if isinstance(held, Tensor):
         held.fill_(rounded(value))
     elif isinstance(held, np.ndarray):
@@ -98,7 +98,7 @@ def change_in_place(held: Any, value: Any) -> bool:
     return True
 
 
-# Layouts of weights: the same values elsewhere in memory, or in another order.
+# Layouts of weights: the same values elsewhere in memory or in another order.
 def transposed(tensor: Tensor) -> Tensor:
     return tensor.transpose(0, -1).contiguous().transpose(0, -1)
 
@@ -126,7 +126,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "in a flat buffer": in_a_flat_buffer,
     "every second": every_second,
 }
-# Gradients, of fp32 values and the parameter; their memory may be the parameter's own.
+# Gradients made from fp32 values and the parameter. Some share the parameter's memory.
 GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor | None]] = {
     "plain": lambda values, p: values.to(p.dtype),
     "none": lambda values, p: None,
@@ -145,7 +145,7 @@ SIZES = {"ordinary": 1.0, "zero": 0.0, "tiny": 1e-20, "huge": 1e4}
 
 
 def give(parameter: Tensor, grad: Tensor | None) -> None:
-    """Set a gradient of any dtype and shape, as accumulation hooks and wrappers do."""
+    """Set a gradient of any dtype or shape, as accumulation hooks and wrappers do."""
     parameter.grad = None
     if grad is not None:
         parameter.grad = torch.zeros_like(parameter, requires_grad=grad.requires_grad)
@@ -165,7 +165,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-# What a step may be surrounded by.
+# Contexts that a step may run in.
 CONDITIONS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "nothing": nullcontext,
     "no_grad": torch.no_grad,
@@ -191,7 +191,7 @@ def new_weights(shapes: Sequence[str], dtypes: Sequence[torch.dtype], seed: int)
 
 
 def frozen_weights() -> list[Parameter]:
-    """Frozen weights of dtypes that no optimizer steps, as the base of a quantized model has."""
+    """Frozen weights of dtypes that no optimizer steps, as in the base of a quantized model."""
     values = [torch.arange(6, dtype=torch.uint8), torch.ones(3, dtype=torch.float64)]
     return [Parameter(value, requires_grad=False) for value in values]
 
@@ -203,7 +203,7 @@ def halve_(tensor: Tensor) -> None:
         tensor.div_(2, rounding_mode="trunc")
 
 
-# Weights written to, by a seed.
+# Writes to weights, by seed.
 def values_for(w: Tensor, seed: int) -> Tensor:
     random = torch.Generator().manual_seed(2000 + seed)
     return torch.randn(w.shape, generator=random, dtype=FP32).mul(0.5).to(w.dtype)
@@ -217,7 +217,7 @@ WEIGHT_CHANGES: dict[str, Callable[[Tensor, int], Any]] = {
 }
 
 
-# States changed, of a weight that has some.
+# Changes of a weight's states, which must exist.
 def data_replaced(side: Side, w: Tensor) -> None:
     for value in side.optimizer.state[w].values():
         value.data = value.data.clone()
@@ -272,7 +272,7 @@ STATE_CHANGES: dict[str, Callable[[Side, Tensor], None]] = {
 }
 
 
-# What a step must refuse, of a weight that has a gradient and states; each returns what undoes it.
+# Changes that a step must refuse. The weight has a gradient and states; each returns its undo function.
 def with_gradient(change: Callable[[Tensor], Tensor]) -> Callable[[Side, Tensor], Callable[[], None]]:
     def disturb(_: Side, w: Tensor) -> Callable[[], None]:
         grad = change(torch.ones(w.shape, dtype=w.dtype))
@@ -312,7 +312,7 @@ def with_option(name: str, value: Any) -> Callable[[Side, Tensor], Callable[[], 
 
 
 def with_state(change: Callable[[dict[str, Any], str], Any]) -> Callable[[Side, Tensor], Callable[[], None]]:
-    """Change the last of a weight's states. An optimizer may move states, so undoing puts the old tensor back."""
+    """Change a weight's last state. An optimizer may move states, so undo puts the old tensor back."""
 
     def disturb(side: Side, w: Tensor) -> Callable[[], None]:
         state = side.optimizer.state[w]
