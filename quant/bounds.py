@@ -1,14 +1,14 @@
 """The worst error of every format: a sympy expression, a number, and a sentence.
 
-Splitting. Rounding to the nearest of codes c = ulp(head)/2/L errs by c/2; forming the fp32 result rounds once
-more, by half an fp32 ulp ε, unless that is coarser than the codes, when it undoes their error; and the tail
-is itself computed in fp32, to 2^-24 of at most L codes:  c/2 + min(ε, c)/2 + 2^-25·ulp(head). A dithered
-move of less than ulp(head) errs by a whole code at most, and by 2^-23·ulp(head) for the roundings on the way:
-c + 2^-23·ulp(head), between the exact sums of head and tail, whichever of the two heads is the larger.
+Splitting. Rounding to the nearest code, c = ulp(head)/2/L apart, errs by c/2. Forming the fp32 result rounds
+once more, by half an fp32 ulp ε; if ε is coarser than the codes, that undoes their error. The tail is itself
+computed in fp32, to 2^-24 of at most L codes. The sum is c/2 + min(ε, c)/2 + 2^-25·ulp(head). A dithered move
+of less than ulp(head) errs by at most a whole code, and by 2^-23·ulp(head) for intermediate roundings:
+c + 2^-23·ulp(head), between the exact sums of head and tail, where ulp(head) is the larger head's.
 
-Companding. Codes lie where ψ(k/L) does. A value rounded to the nearest code errs by less than ψ changes over
-half a code, a dithered one by less than over a whole one; the worst k is found by trying all L. fp32
-arithmetic adds a few roundings of 2^-24 of the scale, magnified by ψ's steepest slope.
+Companding. Code k decodes to ψ(k/L). Rounding to the nearest code errs by less than ψ's change over half a
+code, dither by less than its change over a whole code; the worst k is found by trying all L. fp32 arithmetic
+adds a few roundings of 2^-24 of the scale, magnified by ψ's steepest slope.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ FP32_ULP = sympy.Symbol("ulp_fp32", positive=True)
 SCALE = sympy.Symbol("scale", positive=True)
 LEVELS = sympy.Symbol("L", positive=True, integer=True)
 
-# Roundings on the way there and back (ratio, bend, levels; levels, inverse bend, scale), with room for two more.
+# Roundings in encode (ratio, bend, levels) and decode (levels, inverse bend, scale), with room for two more.
 FP32_ROUNDINGS = 8
 LEAST_FP32 = 2.0**-149
 
@@ -61,14 +61,14 @@ class Bound:
         return float(self.expression.subs({symbol: values[str(symbol)] for symbol in symbols}))
 
     def function(self) -> Callable[..., torch.Tensor]:
-        """The bound as a function of float64 tensors, by keyword, for checking many values at once."""
+        """The bound as a function of float64 tensors, given by keyword, to check many values at once."""
         symbols = sorted(self.expression.free_symbols, key=str)
         evaluate = sympy.lambdify(symbols, self.expression, modules=[{"Min": torch.minimum}])
         return lambda **values: evaluate(**{str(symbol): values[str(symbol)] for symbol in symbols})
 
 
 def split_bound(format: Split, rounding: str = "nearest") -> Bound:
-    """The bound of a head and tail; with dither, of `Split.advance`, whose mean error is zero."""
+    """The bound of a head and tail. With dither it is that of `Split.advance`, whose mean error is zero."""
     code = HEAD_ULP / (2 * format.levels)
     head, tail = str(format.head).removeprefix("torch."), str(format.tail).removeprefix("torch.")
     if rounding == "nearest":
@@ -88,7 +88,7 @@ def split_bound(format: Split, rounding: str = "nearest") -> Bound:
 
 
 def worst_step(compander: Compander, levels: int, codes: sympy.Expr) -> sympy.Expr:
-    """The largest change of ψ over `codes` codes beside any code: exact, by trying every one of them."""
+    """The largest change of ψ over `codes` codes next to any code. It is exact, as all codes are tried."""
     fast = sympy.lambdify(Y, compander.inverse, modules="math")
     reach = float(codes.evalf())
 
@@ -120,19 +120,19 @@ def grouped_bound(format: Grouped, rounding: str = "nearest") -> Bound:
 
 
 def mean_error() -> sympy.Expr:
-    """The mean error of a dithered code, derived: y = n + f becomes n + 1 with odds f, else n.
+    """Derive the mean error of a dithered code: y = n + f becomes n + 1 with probability f, else n.
 
-    The fraction f is first rounded to as many bits as the noise has, half of the last of which is the most that the
-    mean can be off: it keeps whole codes whole, which fp32 arithmetic moves by less.
+    The fraction f is first rounded to the noise's bits, so the mean may be off by half of the last bit. This keeps
+    whole codes whole, because fp32 arithmetic moves them by less.
     """
     n, f = sympy.symbols("n f", real=True)
     return sympy.simplify((1 - f) * n + f * (n + 1) - (n + f))
 
 
 def mean_bend(format: Grouped) -> float:
-    """How far the mean decoded value may lie from x when the mean code is right, as a share of the scale.
+    """The largest error of the mean decoded value if the mean code is right, as a share of the scale.
 
-    A bent ψ lies off its chords: the largest gap, over all pairs of neighbouring codes and points between.
+    It is the largest gap between ψ and its chords, over all pairs of neighbouring codes and points between.
     """
     psi = sympy.lambdify(Y, format.compander.inverse, modules="math")
     levels = format.levels
@@ -158,7 +158,7 @@ def all_bounds() -> list[Bound]:
 
 
 def table() -> str:
-    """Every format with its derived bound, as text."""
+    """A text table of every format's derived bound."""
     rows = [("format", "rounding", "bytes", "worst error, derived", "in words")]
     for bound in all_bounds():
         number = bound.number(ulp_head=1.0, ulp_fp32=0.0) if bound.expression.has(HEAD_ULP) else bound.number(scale=1.0)

@@ -1,7 +1,7 @@
-"""Companders as sympy expressions: the bend between a group's values and its codes, and back.
+"""Companders as sympy expressions, which bend a group's values into codes and back.
 
-A compander φ maps [0, 1] onto itself, rising; an odd φ also serves signed values. From the expression alone
-come its inverse ψ, the torch functions of both, and (in `quant.bounds`) the worst error.
+A compander φ maps [0, 1] onto itself and rises; an odd φ also serves signed values. Its inverse ψ, the torch
+functions of both and (in `quant.bounds`) the worst error are all derived from the expression.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from quant.ulp import once, spread, sqrt, with_sign
 
 X = sympy.Symbol("x", real=True)
 Y = sympy.Symbol("y", positive=True)
-# Stand-ins for the tensors of the generated functions, named so that no function name contains them.
+# Stand-ins for the tensors in generated functions. No function name contains their names.
 VALUE = sympy.Symbol("VALUE", positive=True)
 SCALE = sympy.Symbol("scale", positive=True)
 LEVELS = (127, 255)  # codes above zero of int8 and uint8
@@ -54,7 +54,7 @@ class Compander:
         if parsed.free_symbols != {X}:
             raise ValueError(f"compander {name!r} = {parsed} must be an expression in x alone.")
         object.__setattr__(self, "inverse", self._invert())
-        # All of sympy's work is done here: Dynamo cannot trace it, and a user's compiled code may get this far.
+        # Do all of sympy's work here: users may compile the methods below, and Dynamo cannot trace sympy.
         object.__setattr__(self, "odd", sympy.simplify(parsed + parsed.subs(X, -X)) == 0)
         try:
             functions = {levels: (self._compressor(levels), self._expander(levels)) for levels in LEVELS}
@@ -98,12 +98,12 @@ class Compander:
         return self._functions[levels][1]
 
     def largest_scale(self, levels: int) -> float:
-        """The largest scale at which neither function overflows on the way."""
+        """The largest scale at which no intermediate result of either function overflows."""
         return self._largest_scales[levels]
 
     @property
     def _degree(self) -> int | None:
-        """n where ψ is the n-th power and its root is made of square roots."""
+        """n if ψ(y) = yⁿ and the n-th root is a chain of square roots, else None."""
         base, exponent = self.inverse.as_base_exp()
         return int(exponent) if base == Y and exponent in (2, 4, 8) else None
 
@@ -125,11 +125,11 @@ class Compander:
             _expands(merged, levels, scale) for scale in _ORDINARY_SCALES
         ):
             return merged
-        # Without a denominator to absorb it, levels goes to the codes: levels^-4 would underflow the scale.
+        # Without a denominator to absorb `levels`, divide the codes by it: levels^-4 would underflow the scale.
         return _torch_function(SCALE * self.inverse.subs(Y, VALUE), self.odd, unit=1 / levels)
 
     def _power(self, levels: int, squares: int) -> TorchFunction:
-        """scale · (codes / levels)^n as the power of one product: the scale goes in by its root."""
+        """scale · (codes / levels)^n as a power of one product, which contains the scale's root."""
 
         def expand(codes: Tensor, scale: Tensor) -> Tensor:
             root = scale
@@ -157,7 +157,7 @@ _SHARES = torch.arange(1, 9, dtype=torch.float32, device="cpu") / 8
 
 
 def _compresses(function: TorchFunction, scale: float) -> bool:
-    """Whether `function` is a function of the ratio at this scale too: nothing overflows or vanishes on the way."""
+    """True if `function` depends only on the ratio at this scale too: nothing overflows or vanishes."""
     one, scale_tensor = torch.ones_like(_SHARES), torch.full_like(_SHARES, scale)
     return torch.allclose(function(_SHARES * scale, scale_tensor), function(_SHARES, one), rtol=1e-6)
 
@@ -168,12 +168,12 @@ def _expands(function: TorchFunction, levels: int, scale: float) -> bool:
 
 
 def _torch_function(expression: sympy.Expr, odd: bool, unit: float = 1.0) -> TorchFunction:
-    """`expression` in VALUE ≥ 0 and SCALE as a function of tensors, continued to negative values if `odd`."""
+    """Turn `expression` in VALUE ≥ 0 and SCALE into a function of tensors, extended to negative values if `odd`."""
     merged = sympy.cancel(sympy.together(expression.rewrite(sympy.exp)))  # one division where there were two
     numerator, denominator = sympy.fraction(merged)
     if denominator.subs(VALUE, 0).is_negative:
         numerator, denominator = -numerator, -denominator
-    # What depends on the scale alone is computed once a group, not once an element.
+    # Compute factors that depend only on the scale once per group, not once per element.
     group_top, top = numerator.as_independent(VALUE, as_Add=False)
     group_bottom, bottom = denominator.as_independent(VALUE, as_Add=False)
     text = _TorchPrinter().doprint
@@ -182,7 +182,7 @@ def _torch_function(expression: sympy.Expr, odd: bool, unit: float = 1.0) -> Tor
     signed = False
     if odd:
         slope = sympy.cancel(top / VALUE)
-        signed = top.is_Pow and not slope.subs(VALUE, 0).is_finite  # a root, which is 0 at 0 to the bit
+        signed = top.is_Pow and not slope.subs(VALUE, 0).is_finite  # a root, which is exactly 0 at 0
         if not signed:
             finite = slope.subs(VALUE, 0).is_finite
             element = "value" if slope == 1 else f"value * ({text(slope)})" if finite else f"value.sign() * {element}"
@@ -227,7 +227,7 @@ class _TorchPrinter(PythonCodePrinter):
 
 @cache
 def root(degree: int) -> Compander:
-    """x^(1/degree), for variances: the higher the degree, the further below its neighbours a value may lie."""
+    """x^(1/degree), for variances. With a higher degree, a value may lie further below its neighbours."""
     return Compander(
         {2: "square root", 3: "cube root", 4: "fourth root"}.get(degree, f"root {degree}"),
         X ** sympy.Rational(1, degree),

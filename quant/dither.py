@@ -1,7 +1,7 @@
-"""Counter-based noise for dithered rounding: a hash of element index and step, no generator state.
+"""Counter-based noise for dithered rounding: a hash of element index and step, without generator state.
 
-The same element at the same step draws the same number in eager, compiled, on any device and on any shard,
-so a resumed or resharded run continues bit for bit.
+The same element at the same step draws the same number in eager and compiled steps, on any device and any
+shard, so a resumed or resharded run continues bit for bit.
 """
 
 import torch
@@ -9,14 +9,14 @@ from torch import Tensor
 
 from quant.ulp import STATE_NOISE_BITS, WEIGHT_NOISE_BITS, once
 
-# Odd constants of 32 bits, as the signed numbers int32 tensors take: Knuth's and Weyl's for the counters,
-# one of the "lowbias32" finalizer, and one per word of noise.
+# Odd 32-bit constants as signed int32 values: Knuth's and Weyl's for the counters, one from the "lowbias32"
+# finalizer, and one per word of noise.
 INDEX_STRIDE = -1640531535
 STEP_STRIDE = 1013904223
 MIX = 2146121005
 WORDS = (-2073254261, 747796405)
-# The streams that noise is drawn in, the weight's and those of up to five states: of which word, from which bit on, and
-# how many bits. Where two share bits, they are the highest of the one and the lowest of the other.
+# The streams of noise for the weight and up to five states: (word, first bit, number of bits). Two streams that share
+# bits have them as the highest bits of one and the lowest of the other.
 STREAMS = (
     (0, 18, WEIGHT_NOISE_BITS),
     *((word, shift, STATE_NOISE_BITS) for word, shift in ((0, 9), (0, 0), (1, 20), (1, 10), (1, 0))),
@@ -29,46 +29,46 @@ def mix(index: Tensor, step: Tensor) -> Tensor:
 
 
 def mix_phases(phases: Tensor) -> Tensor:
-    """`mix` of the indices and steps whose phases, the products with their strides modulo 2^32, add to `phases`."""
+    """`mix` from sums of phases. The phase of an index or step is its product with its stride, modulo 2^32."""
     bits = (phases ^ ((phases >> 16) & 0xFFFF)) * MIX
     return bits ^ ((bits >> 15) & 0x1FFFF)
 
 
 def noise(bits: Tensor, stream: int) -> Tensor:
-    """int32 numbers of as many bits as the stream has; each stream is a different draw from the same `mix`."""
+    """Draw int32 numbers with the stream's number of bits. Each stream is a different draw from the same `mix`."""
     word, shift, count = STREAMS[stream]
     return ((bits * WORDS[word]) >> shift) & (2**count - 1)
 
 
 def phases_of(index: Tensor) -> Tensor:
-    """What `mix_phases` takes for each `index`, a whole number of any size."""
-    # An operation on bits ends Inductor's algebra of indices, which would multiply the constants of an index and ours
-    # to one of more than 32 bits, and Triton refuses to multiply an index by such.
+    """The phase of each `index`, a whole number of any size."""
+    # The bit operation stops Inductor's index algebra. It would merge the constants of an index with ours into one of
+    # more than 32 bits, by which Triton refuses to multiply an index.
     return _times(index.to(torch.int64) & -1, INDEX_STRIDE)
 
 
 def step_phase(step: Tensor) -> Tensor:
-    """What `mix_phases` takes for the int32 `step`."""
+    """The phase of the int32 `step`."""
     return _times(step, STEP_STRIDE)
 
 
 def phase_of(index: int) -> Tensor:
-    """`phases_of` a number, as a number on the CPU."""
-    # Without a branch, as the index may be one that Dynamo does not know yet.
+    """The phase of a Python number, as a 0-dim CPU tensor."""
+    # No branch, as the index may be symbolic in Dynamo.
     return torch.tensor((index * INDEX_STRIDE + 2**31) % 2**32 - 2**31, dtype=torch.int32, device="cpu")
 
 
 def _times(number: Tensor, stride: int) -> Tensor:
-    """The product modulo 2^32. In 32 bits it would overflow, which is undefined in the C++ that Inductor writes: where
-    gcc knows how many rows there are, it draws conclusions from their phases."""
+    """The product modulo 2^32. A 32-bit product would overflow, which is undefined in Inductor's C++: if gcc knows the
+    number of rows, it draws wrong conclusions from their phases."""
     return (number.to(torch.int64) * stride).to(torch.int32)
 
 
 def block_phases(block: Tensor) -> tuple[Tensor, Tensor]:
-    """Phases of the positions that the elements of `block` have, counted from its first, in the tensor it views.
+    """Phases of the elements' positions in the tensor that `block` views, counted from the block's first element.
 
-    As two terms to be added: one number for each row, and one for each place in a row. Inductor makes the latter,
-    consecutive indices, one by one; given as a tensor they are a load.
+    Returns two terms to add: one number per row and one per place in a row. Inductor would compute the latter,
+    consecutive indices, one by one; as a tensor they are a load.
     """
     rows = torch.zeros((), dtype=torch.int64, device=block.device)
     for dim, (size, stride) in enumerate(zip(block.shape[:-1], block.stride(), strict=False)):

@@ -1,4 +1,4 @@
-"""What a number format is: named parts on one side, fp32 on the other; and the one that stores fp32 as it is."""
+"""The interface of number formats, from fp32 to named parts and back, and the format that stores fp32 as it is."""
 
 import math
 from collections.abc import Callable, Collection
@@ -26,7 +26,7 @@ class Format(Protocol):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the stored parts, in the order encode gives and decode takes them."""
+        """The names of the stored parts, in the order of encode's results and decode's arguments."""
         ...
 
     def parts(self, shape: tuple[int, ...]) -> dict[str, Part]:
@@ -45,11 +45,11 @@ class Format(Protocol):
 
 
 class WeightFormat(Format, Protocol):
-    """A format that holds a weight, its first part being the parameter, and can be moved by small amounts."""
+    """A format for weights, which can be moved by small amounts. Its first part is the parameter."""
 
     @property
     def decode_fast(self) -> Callable[..., Tensor]:
-        """`decode` for a step: Inf may come as NaN, and −0.0 as 0.0."""
+        """`decode` for a step: Inf may become NaN, and −0.0 may become 0.0."""
         ...
 
     @property
@@ -59,7 +59,7 @@ class WeightFormat(Format, Protocol):
 
     @property
     def resolution(self) -> Callable[..., Tensor]:
-        """Parts → how far apart the values are that can be stored about the one held."""
+        """Parts → the distance between storable values around the stored one."""
         ...
 
 

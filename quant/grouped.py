@@ -19,8 +19,8 @@ from quant.rows import Rows
 from quant.ulp import largest, once, round_up, spread, whole
 
 MIN_SCALE = 2.0**-118  # below, 127/scale would overflow
-# A largest value so little above a scale keeps it. Rounding alone may have brought it there: scales would creep up as a
-# group is stored again and again, and differ where one compiler contracts what another does not.
+# A group whose largest value exceeds a scale by this little keeps that scale. Rounding alone may cause the excess:
+# scales would creep up each time a group is stored, and differ between compilers that contract and ones that do not.
 SLACK = 2.0**-18
 
 
@@ -28,8 +28,8 @@ SLACK = 2.0**-18
 class Grouped:
     """Companded codes, int8 if `signed` else uint8, and one bf16 scale per group.
 
-    Non-finite values make their group's scale NaN, so that the group comes back as NaN and no other does; so
-    do values of more than 2^127, which the compander's arithmetic would overflow (less for some companders).
+    A non-finite value makes its group's scale NaN, so that this group decodes to NaN and no other does. So does a
+    value above 2^127 (less for some companders), which would overflow the compander's arithmetic.
     An unsigned value above zero never gets code 0: a variance must not vanish.
 
     >>> Grouped(SOFTSIGN).parts((8, 64))["scales"]
@@ -78,9 +78,9 @@ class Grouped:
     def encode(
         self, x: Tensor, noise: Tensor | None = None, groups: int = 1, for_gcc: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Codes and scales of a block whose last dim is one group, or so many.
+        """Codes and scales of a block whose last dim holds one group, or `groups` of them.
 
-        Rounds to the nearest code or, given `noise`, up or down with the odds that make the code right on average.
+        Rounds to the nearest code or, given `noise`, up or down so that the code is right on average.
         """
         size = largest(x, groups, for_gcc)
         finite = size <= self.compander.largest_scale(self.levels)

@@ -1,4 +1,4 @@
-"""Where groups lie in a tensor: rows of whole groups, each row perhaps ending in a short one.
+"""The layout of groups in a tensor: rows of whole groups, each possibly ending in a short one.
 
 Groups run along rows and never cross one, so cutting a tensor between rows never cuts a group. Everything that works
 on groups (steps on CPUs and GPUs, traced steps, `quantize`) cuts tensors by `Span`s.
@@ -76,18 +76,18 @@ class Rows:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Rows and columns; one long row where every row is whole groups, as these then follow each other."""
+        """Rows and columns. Rows of whole groups form one long row, as their groups are contiguous."""
         if self.columns % self.group_size == 0:
             return 1, self.count * self.columns
         return self.count, self.columns
 
     @property
     def spans(self) -> list[Span]:
-        """The whole groups of all rows, and the short ones that end them."""
+        """The whole groups of all rows, and the short groups at their ends."""
         return spans(*self.grid, self.group_size)
 
     def blocks(self, tensor: Tensor) -> list[Tensor]:
-        """Views of a contiguous tensor of `shape`, one for each of `spans`, whose last dim is one group."""
+        """Views of a contiguous tensor of `shape`, one for each of `spans`. Their last dim is one group."""
         return [_squeezed(span.of_elements(tensor, self.group_size)) for span in self.spans]
 
     def scale_blocks(self, scales: Tensor) -> list[Tensor]:
@@ -101,7 +101,7 @@ class Rows:
 
 
 def _squeezed(block: Tensor) -> Tensor:
-    """Without a first or middle dim of 1, which compilers would tell apart from other sizes."""
+    """Drop a first or middle dim of 1, on which compilers would specialize."""
     if block.shape[0] == 1:
         return block.squeeze(0)
     return block.squeeze(1) if block.shape[1] == 1 else block

@@ -1,4 +1,4 @@
-"""fp32 ↔ narrow head + integer tail: a master weight stored beside the 16-bit parameter it belongs to.
+"""fp32 ↔ narrow head + integer tail: a master weight stored as a 16-bit parameter and its correction.
 
 Round-to-nearest leaves |w − head| ≤ ulp(head)/2, and the bound is attained. The tail is that rounding
 error as a fraction of its largest value, in whole codes:
@@ -65,11 +65,11 @@ class Split:
         return {"head": Part(shape, self.head), "tail": Part(shape, self.tail)}
 
     def encode(self, w: Tensor) -> tuple[Tensor, Tensor]:
-        """The correctly rounded head of every fp32 `w`, and its tail: 0 where the head is not finite."""
+        """The correctly rounded head of every fp32 `w`, and its tail, which is 0 if the head is not finite."""
         head = nearest(w, self.narrow)
         power = binade(head, self.narrow)
-        # A tie that rounds up to a power of two lies at L/2 codes, between two: take the inner one, or the pair would
-        # decode to a value that belongs to the head below.
+        # A tie that rounds up to a power of two lies at L/2 codes, midway between two. Take the inner one, or the pair
+        # would decode to a value that belongs to the head below.
         carried = bits_of(power) > bits_of(binade(w, self.narrow))
         fraction = (w - head) * two_over(power)
         codes = torch.where(carried, fraction * (self._codes * (1 - 2.0**-23)), fraction * self._codes)
@@ -89,24 +89,24 @@ class Split:
     ) -> tuple[Tensor, Tensor]:
         """Move the stored weight `by` an fp32 amount, rounding to nearest or, given `noise`, dithered.
 
-        Head and tail are moved apart: their fp32 sum, whose ulp is coarser than a small update, is formed only to
-        find the new head. Dither keeps updates alive down to 2^-29 of the weight. A weight moved by zero keeps its
-        parts. One that is not finite, or is moved by what is not finite, ends as Inf or NaN.
+        Head and tail are moved separately: their fp32 sum, whose ulp is coarser than a small update, is formed only
+        to find the new head. Dither keeps updates alive down to 2^-29 of the weight. A weight moved by zero keeps
+        its parts. A non-finite weight or move gives Inf or NaN.
         """
         value, correction = self._terms(head, tail)
         rest = correction + by
         rounded = nearest_fast(value + rest, self.narrow)
         rest = rest - (rounded - value)
-        if self.tail != torch.int8:  # finer than the fp32 total, which may be a tie by rounding alone
+        if self.tail != torch.int8:  # the fp32 total is coarser than the codes, and may be a tie only by rounding
             count = (rest * two_over(binade(rounded, self.narrow))) * 2.0 ** (self.narrow.significand_bits - 2)
             beyond = count.round() * spacing(rounded, self.narrow)
             rounded, rest = rounded + beyond, rest - beyond
         codes = (rest * two_over(binade(rounded, self.narrow, bounded=False))) * self._codes
-        if noise is not None and self.tail != torch.int8:  # which are too large for `whole` to add it to
+        if noise is not None and self.tail != torch.int8:  # 16-bit codes are too large for `whole` to add noise
             codes, noise = codes + centred(noise), None
-        choose = torch.where if self.tail == torch.int8 else select  # gcc would branch, to round less often
+        choose = torch.where if self.tail == torch.int8 else select  # with `where`, gcc would branch to skip rounding
         size = by.abs()
-        moved = size > 0  # which NaN is not
+        moved = size > 0  # False for NaN
         rounded = choose(moved, rounded, from_bits(bits_of(value) | bits_of(size)))
         codes = choose(moved, codes, tail.to(torch.float32))
         codes = whole(codes, -self.levels, self.levels, noise, WEIGHT_NOISE_BITS, for_gcc=for_gcc)
@@ -117,18 +117,18 @@ class Split:
 
     @property
     def _codes(self) -> float:
-        """How many codes make half the power of two at or below a head."""
+        """The number of codes in half the power of two at or below a head."""
         return self.levels * 2.0 ** (self.narrow.significand_bits - 1)
 
     def _terms(self, head: Tensor, tail: Tensor, bounded: bool = False) -> tuple[Tensor, Tensor]:
-        """The values of head and tail, whose sum is the weight; if not `bounded`, the latter is NaN beside some Inf."""
+        """The values of head and tail, which add to the weight. Unless `bounded`, the tail's is NaN for some Infs."""
         value = widened(head)
         return value, (tail.to(torch.float32) * (0.5 / self._codes)) * binade(value, self.narrow, bounded)
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """A weight kept as its 16-bit head alone, rounded to nearest or, given noise, stochastically."""
+    """A weight stored as only its 16-bit head, rounded to nearest or, given noise, stochastically."""
 
     head: torch.dtype = torch.bfloat16
 
@@ -156,9 +156,9 @@ class Rounded:
         value = self.decode(head)
         total = value + by
         power = binade(total, self.narrow)
-        steps = 2.0 ** (self.narrow.significand_bits - 2)  # of the grid from zero to half the power
+        steps = 2.0 ** (self.narrow.significand_bits - 2)  # grid steps from zero to half the power
         count = (total * two_over(power)) * steps
-        if noise is not None:  # of the new binade's ulp: the old one's would push weights down from powers of two
+        if noise is not None:  # in the new binade's ulp; the old one would push weights down from powers of two
             lost = ((by - (total - value)) * two_over(power)) * steps
             count = count + (lost + centred(noise))
         rounded = select(by == 0, value, count.round() * spacing(total, self.narrow))

@@ -1,13 +1,13 @@
-"""Where the grid of a 16-bit float lies, read from the bits of fp32: the ground under heads, tails and scales.
+"""The grids of 16-bit floats, read from the bits of fp32. Heads, tails and scales are built on them.
 
-The bits of a float, taken as an integer, rise with its size: a mask gives the power of two below it, an addition
-rounds it. Casting between the two costs nothing, neither on a GPU nor in the C++ that Inductor writes, where the
-compiler makes nothing of the loop that a cast is (docs/performance.md says when). What is never done is a cast to 16
-bits and back: Inductor folds fp32 → bf16 → fp32 to the identity. Every formula gives the same bits whether or not a
-compiler contracts a multiply and an add into one FMA.
+The bits of a float, read as an integer, rise with its magnitude: a mask gives the power of two below it, an addition
+rounds it. Viewing one as the other costs nothing on a GPU, nor in Inductor's C++, where the compiler removes the loop
+that copies the bits (docs/performance.md says when). We never cast to 16 bits and back: Inductor folds
+fp32 → bf16 → fp32 to the identity. Every formula gives the same bits whether or not a compiler contracts a multiply
+and an add into one FMA.
 
-`for_gcc` asks for the same bits by operations that gcc can vectorize: it is set where Inductor writes loops over single
-elements and leaves the vectors to gcc.
+`for_gcc` gives the same bits with operations that gcc can vectorize. It is set where Inductor writes loops over single
+elements and leaves vectors to gcc.
 """
 
 import math
@@ -19,15 +19,15 @@ from torch import Tensor
 EXPONENT = 0x7F800000
 SIZE = 0x7FFFFFFF
 SIGN = -(2**31)
-# Bits of noise: for weights, as many as fp32 has behind a code of 8 bits; for states, whose codes come back from fp32
-# arithmetic off by up to 8e-5, so few that it rounds them to what they were.
+# Bits of noise. Weights use as many as fp32 has after an 8-bit code. Codes of states come back from fp32 arithmetic off
+# by up to 8e-5, so states use few enough bits that rounding restores the codes.
 WEIGHT_NOISE_BITS = 14
 STATE_NOISE_BITS = 12
 
 
 @dataclass(frozen=True)
 class NarrowFloat:
-    """A 16-bit IEEE-like float: significand bits (hidden one included) and least normal exponent."""
+    """A 16-bit IEEE-like float: significand bits, including the hidden one, and least normal exponent."""
 
     dtype: torch.dtype
     significand_bits: int
@@ -39,7 +39,7 @@ class NarrowFloat:
 
     @property
     def is_cut_fp32(self) -> bool:
-        """Whether its grid is that of fp32 with the low bits cut off, from the least number to the largest."""
+        """True if its grid is fp32's with the low bits cut off, over the whole range."""
         return self.min_exponent == -126
 
 
@@ -57,10 +57,10 @@ def from_bits(bits: Tensor) -> Tensor:
 
 
 def select(condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """fp32 or int32 x or y, as `torch.where` has it, by masks.
+    """`torch.where` for fp32 or int32, with masks.
 
-    Of a choice a C++ compiler may make a branch, to skip what only one side needs, and loops with branches are none
-    that it can vectorize.
+    A C++ compiler may turn a choice into a branch, to skip work that only one side needs. It cannot vectorize loops
+    with branches.
     """
     mask = -condition.to(torch.int32)
     if x.dtype == torch.int32:
@@ -69,15 +69,15 @@ def select(condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 
 def binade(x: Tensor, narrow: NarrowFloat, bounded: bool = True) -> Tensor:
-    """The power of two at or below |x|, from that of the least normal of `narrow` to the largest, 2^127.
+    """The power of two at or below |x|, at least that of the least normal of `narrow` and at most 2^127.
 
-    Inf and NaN have that too or, if not `bounded`, Inf.
+    For Inf and NaN it is 2^127 too or, if not `bounded`, Inf.
     """
     return from_bits((bits_of(x) & EXPONENT).clamp((narrow.min_exponent + 127) << 23, 254 << 23 if bounded else None))
 
 
 def two_over(power: Tensor) -> Tensor:
-    """2 / a power of two, exactly; 1 / the largest would be subnormal."""
+    """2 / a power of two, exactly. 1 / the largest power would be subnormal."""
     return from_bits(EXPONENT - bits_of(power))
 
 
@@ -97,9 +97,9 @@ def nearest(x: Tensor, narrow: NarrowFloat) -> Tensor:
 
 
 def nearest_fast(x: Tensor, narrow: NarrowFloat) -> Tensor:
-    """`nearest` but for ties, which may go either way, for Inf, which may become NaN, and for NaN.
+    """`nearest`, except that ties may go either way and Inf may become NaN.
 
-    On a CPU a NaN that is not made there, and has bits that bf16 lacks, may become zero; a GPU makes such.
+    On a CPU a NaN with bits that bf16 lacks may become zero. GPUs make such NaNs, CPUs do not.
     """
     if narrow.is_cut_fp32:
         rounded = from_bits((bits_of(x) + 0x8000) & -0x10000)
@@ -108,21 +108,21 @@ def nearest_fast(x: Tensor, narrow: NarrowFloat) -> Tensor:
 
 
 def _pushed(x: Tensor, power: Tensor, narrow: NarrowFloat) -> Tensor:
-    """x of the binade of `power`, rounded by a number that pushes the unwanted bits off the end of the significand."""
+    """Round x, in the binade of `power`, by adding a number that pushes unwanted bits off the significand."""
     push = power * (1.5 * 2.0 ** (24 - narrow.significand_bits))
     return (x + push) - push
 
 
 def overflow(rounded: Tensor, narrow: NarrowFloat) -> Tensor:
-    """±Inf beyond the largest value of `narrow`, before a cast to it that a compiler may fold away."""
+    """Replace values beyond the largest of `narrow` by ±Inf. A compiler may fold away the cast that would do so."""
     return select(rounded.abs() <= narrow.max, rounded, rounded * math.inf)
 
 
 def narrowed(x: Tensor, narrow: NarrowFloat, for_gcc: bool = False) -> Tensor:
-    """fp32 x, which lies on the grid of `narrow`, in its dtype; for gcc, fp16 as its bits in int16."""
+    """Convert fp32 x, which lies on the grid of `narrow`, to its dtype. For gcc, fp16 stays bits in int16."""
     if not for_gcc:
         return x.to(narrow.dtype)
-    if narrow.is_cut_fp32:  # a conversion would round once more, and mind NaN
+    if narrow.is_cut_fp32:  # a conversion would round again and check for NaN
         return (bits_of(x) >> 16).to(torch.int16).view(narrow.dtype)
     size = (bits_of(x.abs() * 2.0**-112) >> 13).clamp(max=0x7C00)
     size = size | (-(x != x).to(torch.int32) & 0x200)
@@ -130,7 +130,7 @@ def narrowed(x: Tensor, narrow: NarrowFloat, for_gcc: bool = False) -> Tensor:
 
 
 def widened(x: Tensor) -> Tensor:
-    """The fp32 values of floats, or of the bits of fp16, as which a compiler takes it that has no vectors for it."""
+    """Convert floats, or fp16 as bits in int16, to fp32. Compilers without fp16 vectors take it as bits."""
     if x.dtype != torch.int16:
         return x.to(torch.float32)
     bits = x.to(torch.int32)
@@ -140,7 +140,7 @@ def widened(x: Tensor) -> Tensor:
 
 
 def round_up(x: Tensor) -> Tensor:
-    """The least bf16 that is not below x ≥ 0, as fp32; x not NaN."""
+    """The least bf16 not below x ≥ 0, as fp32. x must not be NaN."""
     return from_bits((bits_of(x) + 0xFFFF) & -0x10000)
 
 
@@ -152,10 +152,10 @@ def with_sign(size: Tensor, x: Tensor) -> Tensor:
 
 
 def largest(x: Tensor, groups: int = 1, for_gcc: bool = False) -> Tensor:
-    """The largest |x| of each group in each row, NaN where one is NaN."""
+    """The largest |x| of each group in each row, or NaN if the group has one."""
     if x.device.type != "cpu":
         return x.abs().unflatten(-1, (groups, -1)).amax(-1)
-    # Integers have no NaN to mind, as floats have in each step of `amax`.
+    # `amax` of floats checks for NaN in each step; of integers it does not.
     sizes = bits_of(x) & SIZE
     if for_gcc:
         if groups == 1:
@@ -163,13 +163,13 @@ def largest(x: Tensor, groups: int = 1, for_gcc: bool = False) -> Tensor:
         members = (_group_masks(x.shape[-1], groups, x.device, group) for group in range(groups))
         return from_bits(torch.cat([(sizes & mask).amax(-1, keepdim=True) for mask in members], -1))
     sizes = sizes.unflatten(-1, (groups, -1))
-    if sizes.shape[-1] % 2 == 0:  # Inductor's own vectors have a fast last step for floats alone
+    if sizes.shape[-1] % 2 == 0:  # only for floats do Inductor's own vectors have a fast last step
         sizes = torch.maximum(*sizes.unflatten(-1, (2, -1)).unbind(-2))
     return from_bits(sizes).abs().amax(-1)
 
 
 def spread(numbers: Tensor, over: Tensor) -> Tensor:
-    """`numbers` of the groups in each row, as they are to be combined with the elements of `over`."""
+    """Expand `numbers`, one for each group in a row, so that they combine with the elements of `over`."""
     groups, elements = numbers.shape[-1:].numel(), over.shape[-1:].numel()
     if groups in (1, elements):
         return numbers
@@ -181,18 +181,18 @@ def spread(numbers: Tensor, over: Tensor) -> Tensor:
 
 
 def _group_masks(elements: int, groups: int, device: torch.device, group: int) -> Tensor:
-    """All bits for the elements of a group in a row, none for the others'."""
+    """A mask with all bits set for a group's elements in a row, and none for others."""
     lanes, each = torch.arange(elements, dtype=torch.int32, device=device), elements // groups
     return -((lanes >= group * each) & (lanes < (group + 1) * each)).to(torch.int32)
 
 
-# The bits of 1.5·2^23. Added to a number of less than 2^22, it pushes the fraction off the end of the significand: what
-# is left there is the number, rounded to even, in two's complement. A power of two less leaves a bit of the fraction.
+# The bits of 1.5·2^23. Adding it to a number below 2^22 pushes the fraction off the significand, which then holds the
+# number rounded to even, in two's complement. Each power of two less keeps a bit of the fraction.
 _PUSH = 0x4B400000
 
 
 def centred(noise: Tensor) -> Tensor:
-    """Noise for a weight as fp32 numbers even over ±1/2."""
+    """A weight's noise as fp32 numbers, uniform over ±1/2."""
     return noise.to(torch.float32) * 2.0**-WEIGHT_NOISE_BITS - (0.5 - 2.0 ** -(WEIGHT_NOISE_BITS + 1))
 
 
@@ -205,10 +205,10 @@ def whole(
     never_zero: Tensor | None = None,
     for_gcc: bool = False,
 ) -> Tensor:
-    """x as a whole number within bounds: an integer of which the low 16 bits count, or 8 with `noise`.
+    """Round x to a whole number within bounds, an integer whose low 16 bits are valid, or 8 with `noise`.
 
-    Rounded to nearest, ties to even, or down after adding `noise`, whole numbers of so many bits taken as a fraction; x
-    is then to be less than 2^8. NaN ends at one of the bounds. Where `never_zero` is above zero, 1 is the least.
+    Without `noise`, round to nearest, ties to even. With it, add its `noise_bits` bits as a fraction and round down; x
+    must then be below 2^8. NaN becomes one of the bounds. Where `never_zero` is above zero, the result is at least 1.
     """
     if noise is None:
         bits, base = bits_of(x + 1.5 * 2.0**23), _PUSH
@@ -216,7 +216,7 @@ def whole(
         push = _PUSH - (noise_bits << 23)
         bits, base = bits_of(x + from_bits(noise | push)) >> noise_bits, push >> noise_bits
     least = None if never_zero is None else bits_of(never_zero).clamp(max=1)
-    if for_gcc and high < 2**8:  # half of the bits, and so twice as many numbers in a vector
+    if for_gcc and high < 2**8:  # half the bits, so twice as many numbers per vector
         base &= 0xFFFF
         bits, least = bits.to(torch.int16), None if least is None else least.to(torch.int16)
     bits = bits.clamp(max=base + high)
@@ -226,8 +226,8 @@ def whole(
 def sqrt(x: Tensor) -> Tensor:
     """The correctly rounded square root, the same bits in eager as compiled.
 
-    Inductor emits the hardware's root, which is exact; eager CPU tensors go through a vector library that
-    is an ulp off for up to a fifth of all inputs, so there the root is taken in float64.
+    Inductor emits the hardware's root, which is exact. Eager CPU tensors go through a vector library that is
+    an ulp off for up to a fifth of all inputs, so their root is taken in float64.
     """
     if torch.compiler.is_compiling() or x.dtype != torch.float32:
         return x.sqrt()
@@ -235,9 +235,9 @@ def sqrt(x: Tensor) -> Tensor:
 
 
 def once(x: Tensor, by: Tensor | None = None) -> Tensor:
-    """`x` itself. On a CPU Inductor computes it in a loop of its own, not again at each use: what a whole group needs.
+    """Return `x`. On a CPU, make Inductor compute it in a loop of its own and not at each use, for values of a group.
 
-    (It stores what `as_strided` takes. A GPU's kernel holds a group in registers, and storing would take a second one.)
-    `by` is what x is used by, where x is a number, which is on the CPU for kernels of every device.
+    Inductor stores what `as_strided` takes. A GPU's kernel holds a group in registers, and storing would take a second
+    kernel. If x is a number, which is on the CPU for kernels of every device, `by` is the tensor that uses it.
     """
     return x.as_strided(x.shape, x.stride()) if (x if by is None else by).device.type == "cpu" else x
