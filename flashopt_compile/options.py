@@ -12,7 +12,7 @@ from flashopt_compile.distributed.shards import is_sharded, placements, why_not
 from flashopt_compile.engine.storage import PARAMETER_DTYPES, TAILS, Storage
 from quant.format import Part
 
-# How weights and states are kept and stepped, whatever the rule; each may be set per parameter group.
+# Storage and step options of all rules. Each may be set per parameter group.
 STORAGE_OPTIONS: dict[str, Any] = {
     "maximize": False,
     "master_weight_bits": 24,
@@ -23,14 +23,14 @@ STORAGE_OPTIONS: dict[str, Any] = {
     "check_numerics": False,
     "skip_nonfinite": False,
 }
-# Arguments of torch.optim that choose among its implementations; ours is always fused and never differentiable.
+# Arguments of torch.optim that choose one of its implementations. Ours is always fused and never differentiable.
 TORCH_OPTIONS: dict[str, tuple[Any, ...]] = {
     "foreach": (None, False, True),
     "fused": (None, False, True),
     "capturable": (False,),
     "differentiable": (False,),
     "amsgrad": (False,),
-    "decoupled_weight_decay": (False,),  # of Adam; ours is called FlashAdamW
+    "decoupled_weight_decay": (False,),  # an option of Adam; we have FlashAdamW
 }
 
 
@@ -140,16 +140,16 @@ def check_torch_options(owner: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_parameter(owner: str, name: str, parameter: Any) -> None:
-    """Raise TypeError or ValueError if `parameter` is not one we can store."""
+    """Raise TypeError or ValueError if we cannot store `parameter`."""
     if not isinstance(parameter, Tensor):
         raise TypeError(f"{owner}: parameter {name} is a {type(parameter).__name__}; allowed are tensors.")
-    if getattr(parameter, "_fsdp_flattened", False):  # FSDP1 marks its parameters, flat and original, by this name
+    if getattr(parameter, "_fsdp_flattened", False):  # FSDP1 sets it on its flat and original parameters
         raise TypeError(
             f"{owner}: parameter {name} is part of FullyShardedDataParallel's flat parameter (FSDP1), whose states "
             "cannot be saved or resharded; use FSDP2, torch.distributed.fsdp.fully_shard."
         )
     if not parameter.requires_grad and parameter.grad is None:
-        return  # frozen parameters are never touched, so any will do
+        return  # frozen parameters are never touched
     if parameter.layout != torch.strided:
         raise TypeError(f"{owner}: parameter {name} has layout {parameter.layout}; allowed is torch.strided.")
     if parameter.dtype not in PARAMETER_DTYPES:

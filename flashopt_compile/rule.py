@@ -1,6 +1,6 @@
-"""What an optimizer computes: a pure fp32 function of weight, gradient, states and time, and how states are kept.
+"""A rule is an optimizer's mathematics: a pure fp32 function of weight, gradient, states and time.
 
-A rule knows nothing of bytes, groups, devices, shards or compilers; everything else is derived from it.
+It declares a format for each state, and knows nothing of bytes, groups, devices, shards or compilers.
 """
 
 import inspect
@@ -19,7 +19,7 @@ from quant.ulp import once
 
 
 class Moved(NamedTuple):
-    """The sum w + by, left unevaluated for the storage to round once, to its own grid instead of fp32's."""
+    """The unevaluated sum w + by. The storage rounds it once, to its own grid instead of fp32's."""
 
     w: Tensor
     by: Tensor
@@ -39,12 +39,12 @@ class Rule:
 
 
 def rule(**states: Format) -> Callable[[Callable[..., tuple[Any, ...]]], Rule]:
-    """Make a `Rule` of a function, naming how each of its states is stored.
+    """Make a `Rule` of a function. The keywords give each state's format.
 
     The function takes `w, g`, the states in the order named here, and `t` (the step, from 1), all 0-dim or
-    of the same shape, then its hyper-parameters as keywords with defaults; numbers arrive as 0-dim tensors,
-    so that changing them never recompiles. It returns the new `w` (or `Moved(w, by)`, which keeps updates
-    that fp32 would round away) and the new states.
+    of the same shape, then its hyper-parameters as keywords with defaults. Numbers arrive as 0-dim tensors,
+    so changing them never recompiles. The function returns the new `w` (or `Moved(w, by)`, which keeps
+    updates that fp32 would round away) and the new states.
 
     >>> from quant import Raw
     >>> @rule(m=Raw())
@@ -85,7 +85,7 @@ def ema(average: Tensor, x: Tensor, beta: Tensor) -> Tensor:
 
 
 def number(x: Any, by: Tensor) -> Tensor:
-    """x, made of hyper-parameters, computed once a call instead of once for each element of what it is used `by`."""
+    """x, made of hyper-parameters, computed once per call instead of once per element of `by`, which uses it."""
     return once(x, by)
 
 
@@ -95,9 +95,9 @@ def unbias(average: Tensor, beta: Tensor, t: Tensor) -> Tensor:
 
 
 def debias(beta: Tensor, t: Tensor, by: Tensor, power: float = 1.0) -> Tensor:
-    """1/(1 − β^t) to the `power`, a number: what an exponential average started at zero is short of by step t.
+    """1/(1 − β^t) to the `power`, a number: the correction at step t of an exponential average started at zero.
 
-    By −expm1(t·log β) in double precision: 1 − β**t in fp32 is off by 2e-5. `by` is what it is used by.
+    It uses −expm1(t·log β) in double precision, as 1 − β**t in fp32 is off by 2e-5. `by` is the tensor that uses it.
     """
     if by.device.type != "cpu":
         return torch.ops.flashopt_compile.debias(beta, t, power)
@@ -105,8 +105,8 @@ def debias(beta: Tensor, t: Tensor, by: Tensor, power: float = 1.0) -> Tensor:
     return number((gathered**-power).float(), by)
 
 
-# For GPUs, of two numbers on the CPU: as an operator of its own it is computed there, and once a call; written out,
-# each element would take the logarithm.
+# For GPUs. As an operator of its own it is computed once per call, from two numbers on the CPU. Written out, it would
+# take the logarithm for each element.
 _LIBRARY = torch.library.Library("flashopt_compile", "DEF")
 _LIBRARY.define("debias(Tensor beta, Tensor t, float power) -> Tensor")
 

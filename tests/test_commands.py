@@ -151,10 +151,10 @@ def test_mistakes_are_one_line(run: str, capsys: pytest.CaptureFixture[str]):
     theirs = torch.optim.RMSprop(model.parameters())
     torch.save({"model": model.state_dict(), "optimizer": theirs.state_dict()}, "rms.pt")
     cases = [
-        (["inspect", "nowhere"], "nowhere is not there"),
+        (["inspect", "nowhere"], "nowhere does not exist"),
         (["inspect", "odd.pt"], "odd.pt has no model: its keys are ['weights']"),
         (["convert", "empty.pt", "x", "--to", "flash"], "is of the optimizer None; known here are FlashAdamW"),
-        (["convert", "rms.pt", "x", "--to", "torch"], "--optimizer tells which one it is"),
+        (["convert", "rms.pt", "x", "--to", "torch"], "choose one with --optimizer"),
         (["convert", run, "x", "--to", "torch", "--dtype", "bfloat16"], "is ours already; a dtype is for"),
         (["verify", run, "odd.pt"], "odd.pt has no model"),
     ]

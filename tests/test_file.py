@@ -142,7 +142,7 @@ def test_a_file_of_another_kind_is_refused_in_one_sentence(content: bytes, tmp_p
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"run.ckpt cannot be read; it is truncated, altered or no checkpoint"):
         load(path, *pair())
-    with pytest.raises(FileNotFoundError, match=r"nowhere.ckpt is not there"):
+    with pytest.raises(FileNotFoundError, match=r"nowhere.ckpt does not exist"):
         load(tmp_path / "nowhere.ckpt", *pair())
 
 

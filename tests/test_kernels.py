@@ -138,7 +138,7 @@ def test_a_split_that_casts_and_back_is_caught():
             (8, 64),
             {},
             {"momentum": 0.9},
-            "momentum is no hyper-parameter of adamw; it has lr, betas, eps, weight_decay",
+            "momentum is not a hyper-parameter of adamw; it has lr, betas, eps, weight_decay",
         ),
     ],
 )
@@ -150,7 +150,7 @@ def test_tensors_and_options_that_do_not_fit_the_kernel_are_refused(
     tensors = [tensor.to(changes.get(number, tensor.dtype)) for number, tensor in enumerate(tensors)]
     with pytest.raises(ValueError, match=sentence):
         interpret(emitted, [tensors], 1, **hyper)
-    with pytest.raises(ValueError, match="parameters has 2 of them; the code is for 1"):
+    with pytest.raises(ValueError, match="2 parameters are given; the code is for 1"):
         interpret(emitted, [tensors, tensors], 1)
 
 

@@ -75,7 +75,7 @@ def test_the_table_says_what_could_not_be_compiled(own_rule: Path, capsys: pytes
             "--optimizer is 'sophia'; allowed are adamw, adam, sgd, nesterov, lion, or FILE.py:rule.",
         ),
         (["--optimizer", "no.py:rule"], "there is no file 'no.py'."),
-        (["--optimizer", "OWN:nothing"], "'nothing' in that file is no rule and no optimizer made of one."),
+        (["--optimizer", "OWN:nothing"], "'nothing' in that file is neither a rule nor an optimizer made of one."),
         (["--parameters", "0"], "--parameters is 0; allowed is at least 1."),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
@@ -115,7 +115,7 @@ def test_the_error_for_a_missing_triton_says_how_to_install_it(monkeypatch: pyte
 
 def test_intel_targets_are_not_compiled():
     emitted = emit(sgd.sgd, "xpu")
-    with pytest.raises(ValueError, match="target is 'xpu'; triton's wheel has compilers for NVIDIA and AMD alone"):
+    with pytest.raises(ValueError, match="target is 'xpu'; triton's wheel has compilers only for NVIDIA and AMD"):
         compile_offline(emitted)
 
 

@@ -49,7 +49,7 @@ class Weights(nn.Module):
 
 @dataclass(frozen=True)
 class Archive:
-    """What a file holds, whoever wrote it."""
+    """The content of a file from any writer."""
 
     path: str
     content: dict[str, Any]
@@ -92,17 +92,17 @@ class Archive:
         if len(keys) != count:
             raise ValueError(
                 f"{self.path} has {len(keys)} floating-point tensors in its model and {count} parameters in its "
-                "optimizer, so that their order does not tell which is which; load it in your program instead."
+                "optimizer, so they cannot be matched by their order; load it in your program instead."
             )
         return [[key] for key in keys]
 
     def kind(self, given: str | None = None) -> type[FlashOptimizer]:
-        """Our class for the file's optimizer: the one that wrote it, or the one it is to become."""
+        """Our class for the file's optimizer: the class that wrote it, or the one to convert it to."""
         name = self.optimizer.get(STAMP, {}).get("optimizer") or given or self._guess()
         if name not in OPTIMIZERS:
             raise ValueError(
-                f"{self.path} is of the optimizer {described(name)}; known here are {', '.join(OPTIMIZERS)}, and "
-                "--optimizer tells which one it is."
+                f"{self.path} is of the optimizer {described(name)}; known here are {', '.join(OPTIMIZERS)}; "
+                "choose one with --optimizer."
             )
         return OPTIMIZERS[name]
 

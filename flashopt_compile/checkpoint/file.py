@@ -156,7 +156,7 @@ def _is_alive(process: int) -> bool:
 def read(path: str | os.PathLike[str]) -> Content:
     """Read a file, and verify every tensor if we wrote it. Tensors are mapped from the file until they are copied."""
     if not os.path.isfile(path):
-        raise FileNotFoundError(f"{path} is not there, or is not a file.")
+        raise FileNotFoundError(f"{path} does not exist or is not a file.")
     try:
         content = _read(path)
     except ImportError:

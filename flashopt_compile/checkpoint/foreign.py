@@ -12,7 +12,7 @@ from flashopt_compile.checkpoint.values import State, Values, described, is_tens
 from flashopt_compile.engine.storage import Storage
 
 NESTED = "__bnb_optimizer_quant_state__"
-NUMBERED = ("state1", "state2")  # what bitsandbytes calls a rule's states, in their order
+NUMBERED = ("state1", "state2")  # bitsandbytes' names for a rule's states, in order
 PARTS = ("codes", "scale", "qmap")  # attributes of a torchao tensor
 BLOCKS = (256, 2048, 128, 64)  # block lengths of 8-bit optimizers past and present; the usual one first
 
@@ -71,5 +71,5 @@ def _decode(name: str, codes: Tensor, table: Any, scales: Any) -> Tensor:
 
 
 def needs_torchao(error: Exception) -> bool:
-    """Whether torch.load failed because torchao was not imported before."""
+    """True if torch.load failed because torchao was not imported before."""
     return "torchao" in str(error) and "torchao.optim" not in sys.modules

@@ -17,7 +17,7 @@ def name_of(names: dict[str, str], letter: str) -> str:
 
 
 def matches(state: State, names: dict[str, str], storage: Storage) -> bool:
-    """Whether `state` looks as torch.optim would leave it for a rule with these states."""
+    """True if `state` looks like torch.optim's for a rule with these states."""
     theirs = {name_of(names, letter) for letter, _ in storage.states}
     found = set(state) - {"step", "tail", AMSGRAD}
     return found <= theirs and bool(found or not storage.states)

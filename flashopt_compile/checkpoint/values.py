@@ -23,7 +23,7 @@ class Values(NamedTuple):
 
 
 class Keeper(Protocol):
-    """What saving and loading need to know of an optimizer."""
+    """The interface of an optimizer for saving and loading."""
 
     param_groups: list[Group]
     state: Any
@@ -72,7 +72,7 @@ def compress(storage: Storage, states: Mapping[str, Tensor]) -> dict[str, Tensor
 
 
 def is_tensor(value: Any, shape: tuple[int, ...] | None = None) -> bool:
-    """Whether this is a dense tensor with values, of `shape` if given."""
+    """True if this is a dense tensor with values, of `shape` if given."""
     dense = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
     return dense and (shape is None or tuple(value.shape) == shape)
 

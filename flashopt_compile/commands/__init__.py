@@ -1,1 +1,1 @@
-"""The commands of `flashopt`, one file each: `add_arguments(parser)` and `run(options)`; and how they print."""
+"""The commands of `flashopt`. Each file has `add_arguments(parser)` and `run(options)`; `table` formats output."""

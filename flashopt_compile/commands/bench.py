@@ -1,4 +1,4 @@
-"""`flashopt bench`: the benchmarks, which stand in the repository beside the package."""
+"""`flashopt bench`: the benchmarks, which are in the repository but not in the package."""
 
 import argparse
 import importlib
@@ -19,6 +19,6 @@ def _benchmarks() -> ModuleType:
         return importlib.import_module("bench.__main__")
     except ModuleNotFoundError as error:
         raise ImportError(
-            f"the module {error.name} is not there; the benchmarks run in a clone of the repository, "
+            f"the module {error.name} was not found; the benchmarks run in a clone of the repository, "
             "after pip install -e '.[bench]'."
         ) from error

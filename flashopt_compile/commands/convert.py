@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _is_same_file(source: str, target: str) -> bool:
-    """Whether both exist and are the same file, hard and symbolic links included."""
+    """True if both exist and are the same file, including hard and symbolic links."""
     return os.path.exists(source) and os.path.exists(target) and os.path.samefile(source, target)
 
 

@@ -1,4 +1,4 @@
-"""`flashopt inspect`: what a checkpoint holds, how many bytes it takes, and whether its numbers are sound."""
+"""`flashopt inspect`: a checkpoint's content, its size in bytes, and the health of its numbers."""
 
 import argparse
 import json
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def survey(archive: Archive) -> dict[str, Any]:
-    """What `archive` holds, as plain numbers and strings."""
+    """The content of `archive` as plain numbers and strings."""
     parts: dict[str, dict[str, Any]] = {}
     sections = {"model": archive.model, "extra": archive.extra}
     named = [(name, leaf) for name, value in sections.items() for _, leaf in leaves(name, value)]
@@ -75,7 +75,7 @@ def survey(archive: Archive) -> dict[str, Any]:
 
 
 def health(archive: Archive) -> list[dict[str, float]] | None:
-    """Health by parameter group; None if the file is not of one of our optimizers."""
+    """The health of each parameter group, or None if the optimizer is not one of ours."""
     if STAMP not in archive.optimizer:
         return None
     _, optimizer = archive.revive()

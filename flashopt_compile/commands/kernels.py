@@ -86,7 +86,7 @@ def rule_of(name: str) -> Rule:
         raise ValueError(f"--optimizer is {name!r}; there is no file {path!r}.")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     if spec is None or spec.loader is None:
-        raise ValueError(f"--optimizer is {name!r}; {path!r} is not a file of Python.")
+        raise ValueError(f"--optimizer is {name!r}; {path!r} is not a Python file.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -95,7 +95,7 @@ def rule_of(name: str) -> Rule:
         found = found.rule
     if not isinstance(found, Rule):
         raise ValueError(
-            f"--optimizer is {name!r}; {attribute!r} in that file is no rule and no optimizer made of one."
+            f"--optimizer is {name!r}; {attribute!r} in that file is neither a rule nor an optimizer made of one."
         )
     return found
 

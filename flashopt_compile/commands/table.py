@@ -1,4 +1,4 @@
-"""What the commands print: tables on stdout, progress on stderr."""
+"""The commands' output: tables on stdout, progress on stderr."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes for people."""
+    """Format bytes for people."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

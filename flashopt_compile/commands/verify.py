@@ -1,4 +1,4 @@
-"""`flashopt verify`: whether two checkpoints are the same and, if not, where and by how much they differ."""
+"""`flashopt verify`: compare two checkpoints, and show where and by how much they differ."""
 
 import argparse
 from typing import Any

@@ -17,13 +17,13 @@ from flashopt_compile.engine.storage import Storage
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether this is a DTensor: each process has a part or a copy of it."""
+    """True if this is a DTensor, of which each process has a part or a copy."""
     module = sys.modules.get("torch.distributed.tensor")  # slow to import; if nobody has, there are no DTensors
     return module is not None and isinstance(value, module.DTensor)
 
 
 def any_sharded(tensors: Iterable[Any]) -> bool:
-    """Whether any of them is sharded."""
+    """True if any of them is sharded."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors)
 
@@ -80,7 +80,7 @@ def row_starts(parameter: Any, storage: Storage) -> Tensor | None:
 
 
 def why_not(parameter: Any, storage: Storage) -> str | None:
-    """None if no group is cut; else the end of a sentence that says what is wrong with the cut."""
+    """None if no group is cut; else the end of a sentence that says what is wrong with the sharding."""
     if not is_sharded(parameter):
         return None
     if any(placement.is_partial() for placement in placements(parameter)):
@@ -100,7 +100,7 @@ def why_not(parameter: Any, storage: Storage) -> str | None:
     )
     if fits and own[rows.start + 1 :] == shape[rows.start + 1 :]:
         return None
-    return f"that cuts groups of {grouped.group_size} along its rows; cut it along dim 0, or set quantize=False for it"
+    return f"that cuts groups of {grouped.group_size} along its rows; shard it along dim 0 or set quantize=False"
 
 
 def part_of(value: Any, parameter: Any) -> Tensor:
@@ -152,7 +152,7 @@ def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def any_process(flag: bool, parameters: Iterable[Any]) -> bool:
-    """Whether the flag is set on any process that shares a sharded parameter. All of them must call."""
+    """True if the flag is set on any process that shares a sharded parameter. All of them must call."""
     meshes = {parameter.device_mesh: None for parameter in parameters if is_sharded(parameter)}
     for mesh in meshes:
         found = torch.tensor(float(flag), dtype=torch.float32, device=mesh.device_type)
@@ -179,4 +179,4 @@ def first_process_succeeds() -> Iterator[None]:
     if error is not None:
         raise error
     if reasons[0] is not None:
-        raise RuntimeError(f"It failed on the first process: {reasons[0]}")
+        raise RuntimeError(f"the first process failed: {reasons[0]}")

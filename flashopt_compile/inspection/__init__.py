@@ -1,1 +1,1 @@
-"""What an optimizer holds and how sound it is: bytes, health, lost updates."""
+"""An optimizer's bytes, health and lost updates."""

@@ -11,8 +11,8 @@ from flashopt_compile.distributed.shards import local
 def memory(parameters: Iterable[tuple[str, Tensor, Mapping[str, Any]]], plan_bytes: int) -> dict[str, Any]:
     """Count the bytes of parameters, given as name, weight and state.
 
-    Returns `parts` by kind, `parameters` by name, their `total`, `per_parameter`, and `plan`: what is kept from step
-    to step beside these. Gradients count while they are held. Sharded parameters count this process's part.
+    Returns `parts` by kind, `parameters` by name, their `total`, `per_parameter`, and `plan`: the other bytes kept
+    from step to step. Gradients count while they are held. Sharded parameters count this process's part.
     """
     by_name: dict[str, dict[str, int]] = {}
     elements = 0

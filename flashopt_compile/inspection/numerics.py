@@ -1,4 +1,4 @@
-"""Whether the numbers are sound: updates too small to store, and the health of the codes while training."""
+"""Numerical health: updates too small to store, and the state of the codes while training."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Health:
     """Fractions of the stored numbers of a parameter group.
 
     `nonfinite`: weights and states that are Inf or NaN, counted over all of them. The others are measured on a sample
-    of each parameter. `saturated`: codes at the end of their range (one in a group is, by construction). `zeroed`:
+    of each parameter. `saturated`: codes at the end of their range (by construction, each group has one). `zeroed`:
     codes of zero in groups that are not all zero. `stalled`: weights whose next update, with the current gradient, is
     not zero and less than half of what can be stored. "nearest" rounding loses such updates; "dither" keeps them on
     average.
@@ -35,7 +35,7 @@ class Health:
 
 
 def health(parameters: Iterator[tuple[Step, list[Tensor], Tensor, Numbers]]) -> Health:
-    """The health of a parameter group's parameters, each given as its step takes it."""
+    """The health of a parameter group's parameters, each given as the arguments of its step."""
     counted = dict.fromkeys(("saturated", "zeroed", "stalled", "nonfinite"), 0)
     codes_seen = weights_seen = values_seen = 0
     for step, tensors, t, hyper in parameters:
@@ -65,17 +65,17 @@ def health(parameters: Iterator[tuple[Step, list[Tensor], Tensor, Numbers]]) -> 
 
 
 def has_nonfinite(grads: Sequence[Tensor]) -> bool:
-    """Whether any gradient has an Inf or NaN. A graph that the caller is compiling cannot ask this."""
+    """True if any gradient has an Inf or NaN. A graph that the caller is compiling cannot ask this."""
     if grads and torch.compiler.is_compiling():
         raise RuntimeError(
             "skip_nonfinite=True decides on the gradients' values, which torch.compile(opt.step) cannot."
         )
-    # The extremes show any Inf or NaN, and take no memory.
+    # The extremes show any Inf or NaN and need no memory.
     return any(not bool(extreme.isfinite()) for grad in grads if grad.numel() for extreme in grad.aminmax())
 
 
 def nonfinite(step: Step, tensors: Sequence[Tensor]) -> int:
-    """How many of a parameter's weights and states are Inf or NaN."""
+    """Count a parameter's weights and states that are Inf or NaN."""
     count = 0
     for _, (head, _, *stored) in step.storage.blocks(tuple(tensors[0].shape), [each.contiguous() for each in tensors]):
         count += int((~head.isfinite()).sum())
@@ -92,7 +92,7 @@ def nonfinite(step: Step, tensors: Sequence[Tensor]) -> int:
 
 def sampled(step: Step, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Copy evenly spaced groups from all over a parameter. The short groups that end rows are a separate block."""
-    every = tensors[0].numel() // SAMPLE_ELEMENTS | 1  # odd, so that it does not keep pace with the columns
+    every = tensors[0].numel() // SAMPLE_ELEMENTS | 1  # odd, so that samples do not stay in the same columns
     kinds: dict[tuple[int, int], list[list[Tensor]]] = {}
     for _, block in step.storage.blocks(tuple(tensors[0].shape), [tensor.contiguous() for tensor in tensors]):
         groups = [tensor.flatten(0, -2)[::every] if tensor.dim() == 3 else tensor[::every] for tensor in block]

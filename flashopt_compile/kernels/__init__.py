@@ -1,7 +1,7 @@
-"""The GPU kernels of a step, written, compiled and run on a machine without a GPU.
+"""Write, compile and run the GPU kernels of a step on a machine without a GPU.
 
-`emit(rule, target)` gives the Triton source that training would compile, `traffic` what it moves, `compile_offline`
-what it takes of the GPU, `interpret` what it computes. Training code imports none of this.
+`emit(rule, target)` gives the Triton source that training would compile. `traffic` counts the bytes it moves,
+`compile_offline` the GPU resources it needs, and `interpret` runs it. Training code imports none of this.
 """
 
 from flashopt_compile.kernels.emit import Emitted, emit

@@ -1,4 +1,4 @@
-"""A rule → the Triton source that Inductor writes for its step on a GPU, without one."""
+"""A rule → the Triton source that Inductor writes for its step on a GPU, without having one."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ from flashopt_compile.kernels.targets import Target, target_of
 from flashopt_compile.rule import Rule
 
 Block = list[Tensor]
-# Where a graph input comes from: which of the given tensors, or which of its sizes or strides.
+# The origin of a graph input: one of the given tensors, or one of its sizes or strides.
 Origin = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
 class Emitted:
-    """What Inductor wrote for one step: a module whose `call` launches kernels on what `origins` tells."""
+    """Inductor's code for one step: a module whose `call` launches kernels. `origins` tells `call`'s inputs."""
 
     step: Step
     target: Target
@@ -41,7 +41,7 @@ class Emitted:
         return source.kernels_of(self.source)
 
     def bind(self, given: Any) -> list[Any]:
-        """The inputs of `call`, from arguments like those of the compiled step."""
+        """The inputs of `call`, taken from the compiled step's arguments."""
         leaves = tree_leaves(given)
         take = {
             "tensor": lambda leaf, _: leaf,
@@ -64,14 +64,14 @@ def emit(
     maximize: bool = False,
     combo_kernels: bool = False,
 ) -> Emitted:
-    """The code for a step of parameters of `shapes`, all in one graph, that training would compile on `target`.
+    """Write the code that training would compile on `target` for a step of parameters of `shapes`, all in one graph.
 
-    `combo_kernels` lets Inductor put several parameters' work into one launch.
+    `combo_kernels` lets Inductor combine several parameters into one launch.
     """
     if dtype not in PARAMETER_DTYPES:
         raise ValueError(f"dtype is {dtype}; allowed are {', '.join(map(str, PARAMETER_DTYPES))}.")
     if not shapes:
-        raise ValueError("shapes is empty; at least one parameter's is needed.")
+        raise ValueError("shapes is empty; at least one is needed.")
     storages = {storage_of(rule, dtype, tuple(shape), master_weight_bits, quantize) for shape in shapes}
     if len(storages) > 1:
         raise ValueError(f"shapes is {tuple(shapes)}; all must be of one kind, large or small.")
@@ -97,7 +97,7 @@ def emit_step(
     return Emitted(step, chosen, tuple(map(tuple, shapes)), grad_dtype, outcome.modules[0], origins)
 
 
-# By default Inductor combines no more than 8, and none that it takes to need more memory at once.
+# By default Inductor combines at most 8 kernels, and none that it expects to raise peak memory.
 _COMBO = {
     "combo_kernel_peak_memory_pct_threshold": None,
     "combo_kernel_max_num_nodes": 256,
@@ -106,16 +106,16 @@ _COMBO = {
 
 
 def numbers(step: Step, given: Mapping[str, Any]) -> Numbers:
-    """The hyper-parameters as a step takes them, in the rule's order: those given, and the rule's own for the rest."""
+    """A step's hyper-parameters in the rule's order: the given ones, and the rule's defaults for the rest."""
     known = dict(step.rule.hyper)
     for name in given:
         if name not in known:
-            raise ValueError(f"{name} is no hyper-parameter of {step.rule.name}; it has {', '.join(known)}.")
+            raise ValueError(f"{name} is not a hyper-parameter of {step.rule.name}; it has {', '.join(known)}.")
     return as_numbers({name: given.get(name, default) for name, default in known.items()})
 
 
 def blocks_of(step: Step, parameters: Iterable[Sequence[Tensor]]) -> tuple[list[Block], list[Place]]:
-    """Parameters (each a head, gradient, the rest) as the blocks they are stepped in on a GPU, and their places."""
+    """The blocks in which a GPU steps parameters (each a head, gradient and parts), and their places."""
     blocks, places = [], []
     for tensors in parameters:
         for start, block in step.storage.blocks(tuple(tensors[0].shape), tensors):
@@ -127,26 +127,26 @@ def blocks_of(step: Step, parameters: Iterable[Sequence[Tensor]]) -> tuple[list[
 def arguments(
     step: Step, shapes: Sequence[tuple[int, ...]], grad_dtype: torch.dtype, device: torch.device
 ) -> tuple[list[Block], Tensor, list[Place], Numbers]:
-    """What the compiled step takes for parameters of `shapes`, all zero; its numbers are on the CPU."""
+    """The compiled step's arguments for parameters of `shapes`, all zero. Numbers are on the CPU."""
     blocks, places = blocks_of(step, (step.storage.zeros(tuple(shape), grad_dtype, device) for shape in shapes))
     return blocks, torch.ones((), dtype=torch.float32, device="cpu"), places, numbers(step, {})
 
 
 def _alone(view: Tensor) -> Tensor:
-    """A tensor like `view`, of memory that no other has: training steps the blocks of a parameter one by one."""
+    """A tensor like `view` with memory of its own, as training steps the blocks of a parameter one by one."""
     tensor = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=view.device)
     mark_rows(tensor)
     return tensor
 
 
 def _origins(inputs: Sequence[Any], leaves: Sequence[Tensor]) -> tuple[Origin, ...]:
-    """Where each of the graph's inputs comes from, by what Dynamo notes of it."""
+    """The origin of each graph input, from Dynamo's notes."""
     numbers = {id(leaf): number for number, leaf in enumerate(leaves)}
     by_name = {each.source.name: numbers[id(each.example)] for each in inputs if id(each.example) in numbers}
     origins: list[Origin] = []
     for each in inputs:
         if id(each.example) in numbers:
             origins.append(("tensor", numbers[id(each.example)], 0))
-        else:  # a size or a stride that is not baked in
+        else:  # a symbolic size or stride
             origins.append((each.source.prop.name.lower(), by_name[each.source.base.name], each.source.idx))
     return tuple(origins)

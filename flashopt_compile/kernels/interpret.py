@@ -1,6 +1,6 @@
-"""Emitted Triton source, run on CPU tensors by triton's interpreter: what the kernels compute, bit for bit.
+"""Run emitted Triton source on CPU tensors in triton's interpreter, for the bits that kernels compute.
 
-It knows no FMA and no approximate division; docs/gpu.md says what follows.
+The interpreter has no FMA and no approximate division; docs/gpu.md explains the consequences.
 """
 
 import contextlib
@@ -18,18 +18,18 @@ from flashopt_compile.kernels.emit import Emitted, blocks_of, numbers
 
 HEURISTICS = ("persistent_reduction", "reduction", "pointwise")
 GRIDS = {"Grid1D": ("x",), "Grid2D": ("x", "y")}
-BLOCK_ELEMENTS = 1 << 16  # of one program: few and large ones are quickest, as numpy works on each
+BLOCK_ELEMENTS = 1 << 16  # per program; few large programs are fastest, as numpy runs each
 
 
 def interpret(emitted: Emitted, parameters: Sequence[Sequence[Tensor]], t: int, **hyper: Any) -> None:
-    """Take step `t` in place, by the emitted kernels, with CPU tensors.
+    """Take step `t` in place on CPU tensors with the emitted kernels.
 
-    Each parameter is its head, its gradient and all that is stored beside it, as `emitted.step.storage.zeros(shape,
-    grad_dtype)` makes them; there must be as many as were emitted for, of any number of rows.
+    Each parameter is its head, gradient and parts, as `emitted.step.storage.zeros(shape, grad_dtype)` makes them.
+    There must be as many parameters as were emitted; their numbers of rows may differ.
     """
     pretend.check_versions()
     if len(parameters) != len(emitted.shapes):
-        raise ValueError(f"parameters has {len(parameters)} of them; the code is for {len(emitted.shapes)}.")
+        raise ValueError(f"{len(parameters)} parameters are given; the code is for {len(emitted.shapes)}.")
     for tensors, shape in zip(parameters, emitted.shapes, strict=True):
         check_parameter(emitted, tensors, shape)
     blocks, places = blocks_of(emitted.step, parameters)
@@ -39,7 +39,7 @@ def interpret(emitted: Emitted, parameters: Sequence[Sequence[Tensor]], t: int, 
 
 
 def check_parameter(emitted: Emitted, tensors: Sequence[Tensor], shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless the emitted code, which is for `shape` but for the number of rows, is for `tensors`."""
+    """Raise ValueError unless code emitted for `shape`, with any number of rows, fits `tensors`."""
     own = tuple(tensors[0].shape)
     expected = emitted.step.storage.step_parts(own, emitted.grad_dtype)
     found = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
@@ -50,7 +50,7 @@ def check_parameter(emitted: Emitted, tensors: Sequence[Tensor], shape: tuple[in
 
 
 def _forms(emitted: Emitted, shape: tuple[int, ...]) -> list[tuple[int, int | None]]:
-    """The number of dims of each block, and the length of its rows where that is baked into the code."""
+    """The number of dims of each block, and its row length if that is constant in the code."""
     blocks, _ = blocks_of(emitted.step, [emitted.step.storage.zeros(shape, emitted.grad_dtype, "meta")])
     return [(head.dim(), head.shape[-1] if head.dim() > 1 else None) for head, *_ in blocks]
 
@@ -77,7 +77,7 @@ def _launcher(name: str, text: str) -> source.Launch:
 
 
 def _load(name: str, text: str) -> tuple[Any, dict[str, Any], dict[str, str]]:
-    """The kernel as a function of the interpreter, and what Inductor says of it: its grid and its arguments' types."""
+    """The kernel as an interpreted function, and Inductor's metadata: its grid and its arguments' types."""
     heuristics = importlib.import_module("torch._inductor.runtime.triton_heuristics")
     told: dict[str, Any] = {}
 
@@ -95,9 +95,9 @@ def _load(name: str, text: str) -> tuple[Any, dict[str, Any], dict[str, str]]:
 
 @contextlib.contextmanager
 def _interpreter() -> Iterator[None]:
-    """`triton.jit` makes functions of the interpreter, whose casts between fp32 and bf16 are those of hardware.
+    """Make `triton.jit` interpret functions, with the hardware's casts between fp32 and bf16.
 
-    By itself it cuts the lower bits off on the way to bf16, and gets subnormals wrong on the way back.
+    The interpreter's own casts truncate to bf16, and get subnormals wrong on the way back.
     """
     triton = importlib.import_module("triton")
     interpreter = importlib.import_module("triton.runtime.interpreter")
@@ -128,7 +128,7 @@ def _interpreter() -> Iterator[None]:
 
 
 def _scalars() -> Callable[[Any, str], Any]:
-    """Turns a number into what a kernel gets: the interpreter would compute with Python's doubles."""
+    """Return a function that makes fp32 numbers tensors. The interpreter would compute with Python's doubles."""
     interpreter = importlib.import_module("triton.runtime.interpreter")
     tl = importlib.import_module("triton.language")
     numpy = importlib.import_module("numpy")
@@ -142,7 +142,7 @@ def _scalars() -> Callable[[Any, str], Any]:
 
 
 def _stand_ins() -> dict[str, Any]:
-    """What kernels call that the interpreter lacks: functions jitted when torch was loaded, and device libraries."""
+    """Stand-ins for functions that the interpreter lacks: those jitted when torch was loaded, and device libraries."""
     interpreter = importlib.import_module("triton.runtime.interpreter")
     tl = importlib.import_module("triton.language")
     numpy = importlib.import_module("numpy")
@@ -168,7 +168,7 @@ def _stand_ins() -> dict[str, Any]:
         return lambda x, dim: made(function(x.handle.data, axis=dim), x)
 
     def fused(a: Any, b: Any, c: Any) -> Any:
-        wide = numpy.float64 if a.dtype.kind == "f" else numpy.int64  # holds the product, whose bits are 24 twice
+        wide = numpy.float64 if a.dtype.kind == "f" else numpy.int64  # wide enough for a product of 2 × 24 bits
         return a.astype(wide) * b.astype(wide) + c.astype(wide)
 
     def stray(x: Any, ulps: int) -> Any:
@@ -181,7 +181,7 @@ def _stand_ins() -> dict[str, Any]:
     names = {name: name for name in ("rint", "floor", "ceil", "trunc", "sqrt", "exp", "exp2", "expm1", "log", "log1p")}
     names |= {"log2": "log2", "tanh": "tanh", "ldexp": "ldexp", "nearbyint": "rint", "pow": "power", "fmod": "fmod"}
     library = {name: elementwise(getattr(numpy, function)) for name, function in names.items()}
-    library |= {"fma": elementwise(fused), "stray": stray}  # which `stray` puts in
+    library |= {"fma": elementwise(fused), "stray": stray}  # called by code from `stray`
     helpers = {
         **{"maximum": larger, "minimum": smaller},
         **{"max2": reduced(numpy.max), "min2": reduced(numpy.min)},
@@ -190,7 +190,7 @@ def _stand_ins() -> dict[str, Any]:
 
 
 class _Only(SimpleNamespace):
-    """A few functions of a library, and a sentence for the rest."""
+    """A few functions of a library. Others raise a ValueError."""
 
     def __init__(self, library: str, functions: dict[str, Any]) -> None:
         super().__init__(**functions)

@@ -1,4 +1,4 @@
-"""Emitted Triton source → machine code for a GPU that is not there, by triton's own compilers, and what it takes."""
+"""Compile emitted Triton source for an absent GPU with triton's own compilers, and read the resources it needs."""
 
 import math
 import re
@@ -17,28 +17,28 @@ from flashopt_compile.kernels.targets import Target
 
 @dataclass(frozen=True)
 class Machine:
-    """One kernel compiled for a target in one configuration. Registers are those of a thread."""
+    """One kernel compiled for a target in one configuration. Registers are counted per thread."""
 
     kernel: str
     configuration: str
     registers: int
-    spills: int  # bytes of a thread's registers kept in memory
+    spills: int  # bytes per thread
     shared_bytes: int
     widest_load_bits: int
     assembly: str  # PTX or AMDGCN
 
 
 def compile_offline(emitted: Emitted, every: bool = False) -> list[Machine]:
-    """Each kernel in one of the configurations that Inductor would try on the device, or in `every` one.
+    """Compile each kernel in one of the configurations that Inductor would try on the device, or in `every` one.
 
-    On the device Inductor times them. Here it is the one nearest to 16 elements a thread, whose 8-bit codes make loads
-    of 128 bits, that spills nothing; if all spill, the one that spills least.
+    On the device Inductor times them. Here we choose the one without spills that is nearest to 16 elements per thread,
+    whose 8-bit codes make 128-bit loads. If all spill, we choose the one with the fewest spills.
     """
     pretend.check_versions()
     if emitted.target.triton is None:
         raise ValueError(
-            f"target is {emitted.target.name!r}; triton's wheel has compilers for NVIDIA and AMD alone, so that for "
-            "Intel there is only the emitted source."
+            f"target is {emitted.target.name!r}; triton's wheel has compilers only for NVIDIA and AMD, so for Intel "
+            "there is only the emitted source."
         )
     found: list[Machine] = []
     for name, text in emitted.kernels.items():
@@ -55,13 +55,13 @@ def compile_offline(emitted: Emitted, every: bool = False) -> list[Machine]:
 
 
 def _per_thread(tuner: Any, configuration: Any, threads_of_a_warp: int) -> float:
-    """How many elements a thread works on."""
+    """The number of elements per thread."""
     elements = math.prod(configuration.kwargs.values()) * tuner.size_hints.get("r0_", 1)
     return elements / (configuration.num_warps * threads_of_a_warp)
 
 
 def _compile(tuner: Any, configuration: Any, target: Target, name: str) -> Machine:
-    """By the options that Inductor itself would give triton."""
+    """Compile with the options that Inductor would give triton."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -89,7 +89,7 @@ def _read_nvidia(compiled: Any) -> tuple[int, int, int, str]:
         code = _disassemble("-sass", file.name)
     resources = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
     if resources is None:
-        raise RuntimeError(f"cuobjdump tells nothing of the kernel's resources: {usage.strip()!r}")
+        raise RuntimeError(f"cuobjdump does not report the kernel's resources: {usage.strip()!r}")
     registers, stack, local = map(int, resources.groups())
     spilled = stack + local if re.search(r"\b(LDL|STL)\b", code) else 0
     widths = re.findall(r"\bld\.global[\w.:]*?(?:\.v(\d))?\.[bsuf](\d+)\b", compiled.asm["ptx"])
@@ -113,7 +113,7 @@ def _read_amd(compiled: Any) -> tuple[int, int, int, str]:
     def told(key: str) -> int:
         found = re.search(rf"\.{key}:\s+(\d+)", text)
         if found is None:
-            raise RuntimeError(f"the code object tells no {key}.")
+            raise RuntimeError(f"the code object has no {key}.")
         return int(found[1])
 
     spilled = 4 * (told("vgpr_spill_count") + told("sgpr_spill_count"))

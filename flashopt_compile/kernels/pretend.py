@@ -1,7 +1,7 @@
-"""Makes Inductor believe in a GPU that is not there, so that it writes Triton code on any machine.
+"""Make Inductor believe in an absent GPU, so that it writes Triton code on any machine.
 
-Everything here reaches into torch's private parts. It was checked with the versions in `CHECKED` and refuses others;
-training code imports none of it.
+Everything here uses torch's private interfaces. It was checked with the versions in `CHECKED` and refuses others.
+Training code imports none of it.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ _DEVICE_TYPES = {"cuda": 1, "xpu": 12, "meta": 14}
 
 
 class UncheckedVersion(ImportError):
-    """What is installed is not what the patches were checked with."""
+    """The patches were not checked with the installed versions."""
 
 
 def check_versions() -> None:
-    """Raise UncheckedVersion unless torch and triton are of the versions that the patches are for."""
+    """Raise UncheckedVersion unless the patches were checked with the installed torch and triton."""
     for package, checked in CHECKED.items():
         try:
             found = metadata.version(package)
@@ -41,14 +41,14 @@ def check_versions() -> None:
             ) from None
         if not f"{found}.".startswith(f"{checked}."):
             raise UncheckedVersion(
-                f"{package} is {found}; how kernels are written and compiled without a GPU was checked with {package} "
-                f"{checked} only, so nothing can be said of them here."
+                f"{package} is {found}; writing and compiling kernels without a GPU was checked with {package} "
+                f"{checked} only."
             )
 
 
 @contextlib.contextmanager
 def gpu(target: Target) -> Iterator[None]:
-    """Inside, `torch.compile` of fake tensors on `target.device` writes code for `target`."""
+    """Within, `torch.compile` of fake tensors on `target.device` writes code for `target`."""
     check_versions()
     interface = importlib.import_module("torch._dynamo.device_interface")
     properties = importlib.import_module("torch._inductor.runtime.hints").DeviceProperties
@@ -67,10 +67,10 @@ def gpu(target: Target) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _device_answers(target: Target) -> Iterator[None]:
-    """What heuristics and code generation ask of the device is answered from the target's table.
+    """Answer the device queries of heuristics and code generation from the target's table.
 
-    `torch.cuda.is_available()` stays false: were it true, Dynamo and fake tensors would ask for the state of the
-    device's random numbers, and so for a driver.
+    `torch.cuda.is_available()` stays false. Otherwise Dynamo and fake tensors would ask for the state of the device's
+    random numbers, which needs a driver.
     """
     interfaces = importlib.import_module("torch._dynamo.device_interface")
     interface = interfaces.XpuInterface if target.device == "xpu" else interfaces.CudaInterface
@@ -94,14 +94,14 @@ def _device_answers(target: Target) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _platform(target: Target) -> Iterator[None]:
-    """torch takes `cuda` for an AMD device if it was built for HIP, which it tells by `torch.version.hip`."""
+    """torch takes `cuda` for an AMD device if `torch.version.hip` says that it was built for HIP."""
     with mock.patch.object(torch.version, "hip", "6.4.0" if target.is_hip else None):
         yield
 
 
 @contextlib.contextmanager
 def _triton_is_there(target: Target) -> Iterator[None]:
-    """Inductor asks whether triton has a live device, and names kernels by a hash that needs a driver."""
+    """Inductor asks for triton's live device, and names kernels by a hash that needs a driver."""
     scheduler = importlib.import_module("torch._inductor.scheduler")
     triton = importlib.import_module("torch.utils._triton")
     with (
@@ -113,7 +113,7 @@ def _triton_is_there(target: Target) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_execution(target: Target) -> Iterator[None]:
-    """Constant folding would run `aten.full` and the like on the device; caches would give code of another run."""
+    """Constant folding would run `aten.full` and the like on the device. Caches would return code of another run."""
     config = importlib.import_module("torch._inductor.config")
     with config.patch(joint_graph_constant_folding=False, force_disable_caches=True, compile_threads=1):
         yield
@@ -121,10 +121,10 @@ def _no_execution(target: Target) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _device_guard(target: Target) -> Iterator[None]:
-    """A build for CPUs has no C++ guard for GPUs, so `copy_` and slices of fake tensors there raise.
+    """A CPU build has no C++ guard for GPUs, so `copy_` and slices of fake GPU tensors raise.
 
-    They are lent the guard of the meta device, which does nothing, by its entry in c10's registry. With a build that
-    has one, nothing changes.
+    Lend them the meta device's guard, which does nothing, through c10's registry. A build that has a guard is not
+    changed.
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     registry = (ctypes.c_void_p * 22).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
@@ -140,29 +140,29 @@ def _device_guard(target: Target) -> Iterator[None]:
 
 @dataclass
 class Outcome:
-    """What a compilation came to: the modules that Inductor wrote, and what Dynamo notes of the graph's inputs."""
+    """The results of a compilation: Inductor's modules, and Dynamo's notes on the graph's inputs."""
 
     modules: list[str] = field(default_factory=list)
     inputs: list[Any] = field(default_factory=list)
 
 
 class _Written(Exception):
-    """Ends a compilation as soon as the code is there."""
+    """Ends a compilation as soon as the code is written."""
 
 
 @contextlib.contextmanager
 def no_more_than_code() -> Iterator[Outcome]:
-    """Inductor stops when the code is there: nothing is imported, tuned or run, which would take the device.
+    """Stop Inductor once the code is written: importing, tuning and running it would need the device.
 
-    The compilation ends with an exception. What Inductor warns of, caches that are off and the files it leaves after an
-    error, is kept quiet.
+    The compilation ends with an exception. Inductor's warnings, about disabled caches and the files it leaves after an
+    error, are silenced.
     """
     compile_fx = importlib.import_module("torch._inductor.compile_fx")
     lowering = importlib.import_module("torch._inductor.graph").GraphLowering
     outcome, compile_graph = Outcome(), compile_fx.compile_fx
 
     def note_inputs(graph: Any, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        if not outcome.inputs:  # compile_fx calls itself once its options are in force
+        if not outcome.inputs:  # compile_fx calls itself once its options are set
             outcome.inputs += (node.meta["grapharg"] for node in graph.graph.find_nodes(op="placeholder"))
         return compile_graph(graph, inputs, *args, **kwargs)
 
@@ -187,7 +187,7 @@ def no_more_than_code() -> Iterator[Outcome]:
 
 @contextlib.contextmanager
 def no_driver() -> Iterator[None]:
-    """The module of a kernel asks triton for the GPU's driver as soon as it is loaded."""
+    """A kernel's module asks triton for the GPU's driver when it is loaded. Suppress that."""
     helpers = importlib.import_module("torch._inductor.runtime.triton_helpers")
     with mock.patch.object(helpers, "set_driver_to_gpu", lambda: None):
         yield
@@ -195,7 +195,7 @@ def no_driver() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_device() -> Iterator[None]:
-    """The `call` that Inductor writes around kernels makes its device the current one."""
+    """Inductor's `call` around kernels sets the current device. Suppress that."""
     with contextlib.ExitStack() as stack:
         for device in (torch.cuda, torch.xpu):
             stack.enter_context(mock.patch.object(device, "_DeviceGuard", lambda index: contextlib.nullcontext()))

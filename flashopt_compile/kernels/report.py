@@ -1,4 +1,4 @@
-"""One line for each target: what a step's kernels move and take."""
+"""One row per target: the memory traffic and resources of a step's kernels."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -9,7 +9,7 @@ from flashopt_compile.kernels.emit import Emitted
 from flashopt_compile.kernels.offline import Machine, compile_offline
 from flashopt_compile.kernels.traffic import traffic
 
-# What `--json` prints of a row.
+# The fields of a row that `--json` prints.
 KEYS = ("target", "kernels", "temporaries", "read_bytes", "written_bytes", "registers", "spills", "shared_bytes")
 
 HEAD = [
@@ -20,7 +20,7 @@ HEAD = [
 
 @dataclass(frozen=True)
 class Row:
-    """Kernels launched and temporaries allocated in a step, bytes per element, and the most that any kernel takes."""
+    """A step's kernel launches, temporaries and bytes per element, and the most resources that any kernel needs."""
 
     target: str
     kernels: int
@@ -38,7 +38,7 @@ class Row:
         return {key: asdict(self)[key] for key in KEYS}
 
     def cells(self) -> list[str]:
-        """Under HEAD, for people to read."""
+        """The row's cells under HEAD, for people to read."""
         moved = (self.read_bytes, self.written_bytes, self.read_bytes + self.written_bytes, self.least_bytes)
         counted = [self.target, str(self.kernels), str(self.temporaries), *(f"{size:.3f}" for size in moved)]
         if self.registers is None:
@@ -48,7 +48,7 @@ class Row:
 
 
 def report(emitted: Emitted) -> tuple[Row, list[Machine]]:
-    """The row of one target, and the kernels' machine code where triton has a compiler for it."""
+    """One target's row, and the kernels' machine code if triton can compile for it."""
     moved = traffic(emitted)
     machines = compile_offline(emitted) if emitted.target.triton else []
     row = Row(
@@ -72,7 +72,7 @@ def report(emitted: Emitted) -> tuple[Row, list[Machine]]:
 
 
 def keep(folder: Path, emitted: Emitted, machines: Sequence[Machine]) -> None:
-    """Write the module that Inductor wrote, each kernel, and its PTX or AMDGCN."""
+    """Write Inductor's module, each kernel, and its PTX or AMDGCN."""
     place = folder / emitted.target.name
     place.mkdir(parents=True, exist_ok=True)
     (place / "module.py").write_text(emitted.source, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Reads and runs the module that Inductor writes: its kernels, what they load and store, and the `call` around them."""
+"""Read and run Inductor's module: its kernels, their loads and stores, and the `call` around them."""
 
 import ast
 import tempfile
@@ -37,7 +37,7 @@ def kernels_of(module: str) -> dict[str, str]:
 
 @cache
 def accesses_of(kernel: str) -> tuple[list[str], Counter[str], Counter[str]]:
-    """The names of a kernel's arguments, and how often each is loaded from and stored to."""
+    """The names of a kernel's arguments, and the numbers of loads from and stores to each."""
     function = next(node for node in _parsed(kernel).body if isinstance(node, ast.FunctionDef))
     loads: Counter[str] = Counter()
     stores: Counter[str] = Counter()
@@ -49,9 +49,9 @@ def accesses_of(kernel: str) -> tuple[list[str], Counter[str], Counter[str]]:
 
 
 def load_kernel(name: str, text: str) -> ModuleType:
-    """The module of one kernel, whose attribute `name` is what Inductor's heuristics made of the jitted function."""
+    """The module of one kernel. Its attribute `name` is the jitted function, wrapped by Inductor's heuristics."""
     module = ModuleType(name)
-    with tempfile.TemporaryDirectory() as folder, pretend.no_driver():  # triton reads a function's source from its file
+    with tempfile.TemporaryDirectory() as folder, pretend.no_driver():  # triton reads source from files
         path = Path(folder) / "kernel.py"
         path.write_text(text, encoding="utf-8")
         module.__file__ = str(path)
@@ -60,9 +60,9 @@ def load_kernel(name: str, text: str) -> ModuleType:
 
 
 def run_call(module: str, inputs: Sequence[Any], launch: Callable[[str], Launch]) -> list[Tensor]:
-    """Run the module's `call` on CPU tensors; `launch(name)` gives what stands for a kernel's launch.
+    """Run the module's `call` on CPU tensors. `launch(name)` returns a stand-in for a kernel's launch.
 
-    Returns the memory it allocated: the step's temporaries.
+    Returns the tensors it allocated: the step's temporaries.
     """
     runner = next(node for node in _parsed(module).body if isinstance(node, ast.ClassDef) and node.name == "Runner")
     call = next(node for node in runner.body if isinstance(node, ast.FunctionDef) and node.name == "call")
@@ -87,7 +87,7 @@ def run_call(module: str, inputs: Sequence[Any], launch: Callable[[str], Launch]
 
 
 class _Kernel:
-    """What `call` takes for a compiled kernel."""
+    """Stands in for a compiled kernel in `call`."""
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch

@@ -1,4 +1,4 @@
-"""Emitted code as hardware may run it and the interpreter does not: sums with products in them, rough divisions."""
+"""Change emitted code to arithmetic that hardware may use and the interpreter lacks: FMAs and rough divisions."""
 
 import ast
 from collections.abc import Callable
@@ -8,12 +8,12 @@ from flashopt_compile.kernels.emit import Emitted
 
 
 def contracted(emitted: Emitted) -> Emitted:
-    """Every product that a sum or a difference takes becomes part of it, as one FMA. A GPU's compiler may do so."""
+    """Fuse every product into the sum or difference that uses it, as one FMA. A GPU's compiler may do so."""
     return _rewritten(emitted, _Contract)
 
 
 def divided(emitted: Emitted, ulps: int) -> Emitted:
-    """Every quotient is so many ulps off, up or down by the parity of its last bit. A GPU's may be two off."""
+    """Move every quotient by `ulps`, up or down by the parity of its last bit. A GPU's may be two ulps off."""
     if abs(ulps) > 2:
         raise ValueError(f"ulps is {ulps}; allowed is −2 to 2.")
     return _rewritten(emitted, lambda: _Divide(ulps))
@@ -29,7 +29,7 @@ def _rewritten(emitted: Emitted, make: Callable[[], ast.NodeTransformer]) -> Emi
 
 
 class _Contract(ast.NodeTransformer):
-    """Kernels are straight lines of `name = a op b`, and those called tmp are values."""
+    """Kernels are straight-line code of `name = a op b`. Names that start with tmp are values."""
 
     def __init__(self) -> None:
         self._products: dict[str, ast.BinOp] = {}

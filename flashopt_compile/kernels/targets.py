@@ -1,4 +1,4 @@
-"""The GPUs that kernels are written for without having one: what Inductor's heuristics and triton ask of a device."""
+"""The GPUs that kernels can be written for, and the properties that Inductor's heuristics and triton ask for."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Target:
-    """One kind of GPU: how torch calls its device, what the device says of itself, and triton's name for it."""
+    """One kind of GPU: torch's name for its device, the device's properties, and triton's name for it."""
 
     name: str
     device: str
@@ -23,7 +23,7 @@ class Target:
 
     @property
     def device_properties(self) -> SimpleNamespace:
-        """As `torch.cuda.get_device_properties` would give them."""
+        """The properties as returned by `torch.cuda.get_device_properties`."""
         common = {"name": self.name, "total_memory": 80 << 30, "max_threads_per_block": 1024, "L2_cache_size": 50 << 20}
         return SimpleNamespace(**{**common, **self.properties})
 
@@ -66,5 +66,5 @@ def target_of(name: str) -> Target:
 
 
 def targets_of(names: str | Sequence[str]) -> list[Target]:
-    """The targets of a list, or of a string with commas."""
+    """The targets of a list or a comma-separated string."""
     return [target_of(name.strip()) for name in (names.split(",") if isinstance(names, str) else names)]

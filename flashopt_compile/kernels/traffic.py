@@ -1,4 +1,4 @@
-"""What a step of the emitted code moves: launches, temporaries, and bytes of memory read and written per element."""
+"""The memory traffic of a step of emitted code: launches, temporaries, and bytes read and written per element."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from flashopt_compile.kernels.emit import Emitted, arguments
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one step moves, in bytes per element."""
+    """The traffic of one step, in bytes per element."""
 
     launches: int
     temporaries: int
@@ -24,14 +24,14 @@ class Traffic:
 
     @property
     def excess(self) -> float:
-        """By what share the bytes are above the least."""
+        """The share by which the bytes exceed the least possible."""
         least = self.least_read_bytes + self.least_written_bytes
         return (self.read_bytes + self.written_bytes) / least - 1
 
 
 def traffic(emitted: Emitted) -> Traffic:
-    """Counted by running the emitted `call` on tensors of the emitted shapes: each load or store of a kernel moves
-    as many bytes as the tensor it is of, be that argument or temporary."""
+    """Count traffic by running the emitted `call` on tensors of the emitted shapes. Each load or store in a kernel
+    moves all bytes of its tensor, whether argument or temporary."""
     moved = {"read": 0, "written": 0, "launches": 0}
 
     def launch(name: str) -> source.Launch:
@@ -61,7 +61,7 @@ def traffic(emitted: Emitted) -> Traffic:
 
 
 def least_bytes(emitted: Emitted) -> tuple[int, int]:
-    """All that is stored read and written once, and the gradient read."""
+    """The bytes to read and write head and parts once, and to read the gradient."""
     written = grads = 0
     for shape in emitted.shapes:
         head, grad, *rest = emitted.step.storage.step_parts(shape, emitted.grad_dtype)

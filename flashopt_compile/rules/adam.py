@@ -1,4 +1,4 @@
-"""Adam (Kingma & Ba, 2015), its weight decay an L2 penalty on the gradient."""
+"""Adam (Kingma & Ba, 2015). Weight decay is an L2 penalty on the gradient."""
 
 from flashopt_compile.rule import Moved, debias, ema, number, rule
 from quant.grouped import ROOT8, SIGNED8

@@ -1,4 +1,4 @@
-"""SGD, plain, with momentum and with Nesterov's; weight decay as an L2 penalty (sgd) or decoupled (sgdw).
+"""SGD: plain, with momentum, and with Nesterov momentum. Weight decay is an L2 penalty (sgd) or decoupled (sgdw).
 
 Without momentum the two are the same.
 """
@@ -10,7 +10,7 @@ from quant.grouped import SIGNED8
 
 
 def gather(m, g, t, momentum, dampening):
-    """The momentum buffer after gradient g, which fills it undamped on the first step, as in torch.optim."""
+    """The momentum buffer after gradient g. As in torch.optim, the first gradient fills it undamped."""
     first = t == 1
     return number(torch.where(first, 0.0, momentum), m) * m + number(torch.where(first, 1.0, 1 - dampening), m) * g
 
