@@ -41,7 +41,7 @@ PAGE = """\
 # Error bounds
 
 Every format has a worst error that is derived, not measured: [quant/bounds.py](../quant/bounds.py) holds
-it as a sympy expression. This page sets it beside the worst error found by trying
+it as a sympy expression. This page compares it with the worst error found by trying
 {coverage}.
 
 ## Split weights
@@ -53,32 +53,31 @@ distance between neighbouring 16-bit values: 2⁻⁷ of a bf16 value's power of 
 
 {splits}
 
-"Tightness" is how near an error came to the bound for its own exponent. "Exact" is the share of all finite
+"Tightness" is the largest ratio of an error to the bound for its exponent. "Exact" is the share of all finite
 fp32 values that come back bit for bit; fp16 heads hold only {in_fp16_range:.1%} of these values at full
 precision (2⁻¹⁴ to 65520).
 
 ![Worst relative error of each format, binade by binade](img/bounds.png)
 
-bf16 heads keep fp32's range, and one relative error over all of it but the subnormals. fp16 heads are
+bf16 heads keep fp32's range, with one relative error everywhere except in the subnormals. fp16 heads are
 eight times finer, lose precision below 2⁻¹⁴ and overflow at 65520, like the fp16 parameters they are.
 The raw low bits in the picture belong to a *truncated* head: 16 of them are lossless and 8 are half as
 precise as an int8 tail, but the 16-bit parameter that the model computes with is then off by up to a
 whole ulp instead of half of one.
 
-What was checked, compiled with torch.compile's default options, and how often it failed in all formats
-together:
+These checks ran with torch.compile's default options. The violations are those of all formats together:
 
 {checks}
 
 Pairs are all finite heads with all tails from −L to L. None overflows: half an ulp above the largest
 head is still finite in fp32. Decoded values rise with the tail, strictly so for int8 tails; neighbouring
-codes of int16 tails may be closer than fp32 can tell apart.
+codes of int16 tails may be closer than fp32 can resolve.
 
 ## Companded groups
 
-A group's values are stored as 8-bit codes of φ(x/scale) beside a bf16 scale, and decode to where the
-inverse ψ puts these codes. The worst error is the largest change of ψ over half a code (nearest) or a
-whole one (dither), as a share of the scale.
+A group's values are stored as 8-bit codes of φ(x/scale) and a bf16 scale. The inverse ψ decodes them. The
+worst error is the largest change of ψ over half a code (nearest) or a whole one (dither), as a share of
+the scale.
 
 {groups}
 
