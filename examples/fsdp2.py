@@ -32,7 +32,7 @@ def train(folder: Path) -> None:
 
     model = nn.Sequential(nn.Linear(128, 250), nn.GELU(), nn.Linear(250, 128)).to(torch.bfloat16)
     fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
-    optimizer = FlashAdamW(model.parameters(), lr=3e-3)  # after sharding, as any optimizer
+    optimizer = FlashAdamW(model.parameters(), lr=3e-3)  # after sharding, as with any optimizer
 
     first = 0
     if folder.exists():

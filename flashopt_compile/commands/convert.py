@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help="a checkpoint with a model and an optimizer")
     parser.add_argument("target", metavar="DST", help="the file to write")
     parser.add_argument("--to", required=True, choices=WRITERS, help="what to write")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="what SRC is of, if it does not say")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="SRC's optimizer, if the file does not name it")
     parser.add_argument("--dtype", choices=DTYPES, help="split fp32 weights into heads of this dtype and tails")
     parser.add_argument("--force", action="store_true", help="replace SRC if DST is the same file")
 

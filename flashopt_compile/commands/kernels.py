@@ -31,11 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--optimizer", default="adamw", metavar="NAME", help=f"{', '.join(RULES)}, or FILE.py:rule (%(default)s)"
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of parameters and gradients (%(default)s)")
-    parser.add_argument("--master", type=int, choices=(24, 32), default=24, help="bits of the weights (%(default)s)")
-    parser.add_argument("--target", default="sm_90", metavar="LIST", help=f"of {','.join(TARGETS)} (%(default)s)")
-    parser.add_argument("--shape", type=_shape, default=(4096, 4096), metavar="N,M", help="of a parameter (4096,4096)")
-    parser.add_argument("--parameters", type=int, default=1, metavar="N", help="in one graph (%(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="parameter and gradient dtype (%(default)s)")
+    parser.add_argument("--master", type=int, choices=(24, 32), default=24, help="bits of each weight (%(default)s)")
+    parser.add_argument("--target", default="sm_90", metavar="LIST", help=f"any of {','.join(TARGETS)} (%(default)s)")
+    parser.add_argument("--shape", type=_shape, default=(4096, 4096), metavar="N,M", help="parameter shape (4096,4096)")
+    parser.add_argument("--parameters", type=int, default=1, metavar="N", help="parameters in one graph (%(default)s)")
     parser.add_argument("--combo-kernels", action="store_true", help="let several parameters share a launch")
     parser.add_argument("--no-quantize", dest="quantize", action="store_false", help="states in fp32")
     parser.add_argument("--rounding", choices=("dither", "nearest"), default="dither", help="(%(default)s)")
