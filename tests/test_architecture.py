@@ -108,7 +108,7 @@ def test_module_imports_only_what_stands_above_it(path: Path):
         rank(ORDER[".".join(rooms[:depth])], rooms[depth:])
     for name in imported_names(path):
         if name.split(".")[0] == rooms[0]:
-            assert may_import(rooms, tuple(name.split("."))), f"{path} imports {name}, which stands below it in ORDER"
+            assert may_import(rooms, tuple(name.split("."))), f"{path} imports {name}, which comes later in ORDER"
 
 
 def test_order_names_only_what_exists():

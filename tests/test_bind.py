@@ -62,7 +62,7 @@ def test_kernels_are_bound_for_every_rounding(momentum: float, rounding: str):
 
 
 def change_graphs(change: Callable[[list[Any]], Any]) -> Patch:
-    """Patch the backend to change the graphs that it notes."""
+    """Patch the backend to change the graphs that it records."""
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
         real = bind.Noting.__call__
@@ -78,7 +78,7 @@ def change_graphs(change: Callable[[list[Any]], Any]) -> Patch:
 
 
 def change_calls(change: Callable[[list[tuple[Any, tuple[Any, ...]]]], Any]) -> Patch:
-    """Patch the noting of C++ calls to change what it notes."""
+    """Patch the recording of C++ calls to change the recorded calls."""
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
         real = bind._run_noting
@@ -116,7 +116,7 @@ def call_without_gradient(calls: list[tuple[Any, tuple[Any, ...]]]) -> None:
 
 
 def give_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Patch the C++ function that is found to spoil one weight."""
+    """Patch the C++ function that is found so that it spoils one weight."""
     real = bind.find
 
     def find(*args: Any) -> bind.Found:

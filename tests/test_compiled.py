@@ -146,7 +146,7 @@ def test_gcc_is_told_to_use_vectors_as_wide_as_inductors():
     assert "ffp-contract=off" in flags
 
 
-needs_gcc = pytest.mark.skipif(not gcc.loops_for_gcc(), reason="gcc on Linux alone is told to vectorize")
+needs_gcc = pytest.mark.skipif(not gcc.loops_for_gcc(), reason="only gcc on Linux vectorizes our loops")
 
 
 def check_eager_bits(kind: Any, options: dict[str, Any], dtype: torch.dtype = BF16) -> None:

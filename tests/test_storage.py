@@ -1,4 +1,4 @@
-"""Storage follows from a parameter's global shape, costs what it says, and blocks reach every element once."""
+"""Storage depends on a parameter's global shape and takes the declared bytes. Blocks cover every element once."""
 
 import math
 from typing import Any
@@ -22,7 +22,7 @@ def stored_as(shape: tuple[int, ...], quantize: bool = True) -> Storage:
     return storage_of(adamw, BF16, shape, 24, quantize)
 
 
-# Which format
+# Formats
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_parts_are_named_by_state_and_kind():
         "v.codes": Part((64, 96), torch.uint8),
         "v.scales": Part((64, 3), BF16),
     }
-    # Exact states have keys of their own, so that codes can never be read as values.
+    # Exact states have other keys, so that codes are never read as values.
     assert stored_as((64,)).parts((64,)) == {
         "tail": Part((64,), torch.int8),
         "m": Part((64,), torch.float32),
@@ -93,7 +93,7 @@ def test_parts_are_named_by_state_and_kind():
 def test_states_are_the_parts_declared(row: Row):
     params = [p for dtype in (BF16, torch.float32) for p in parameters([(40, 64), (33, 50), (7,), (), (0, 5)], dtype)]
     optimizer = row.optimizer(params, **row.options, eager=True)
-    optimizer.step()  # makes states, and no more, where there are no gradients
+    optimizer.step()  # without gradients, this only makes the states
     for parameter in params:
         parts = optimizer.storage(optimizer.param_groups[0], parameter).parts(tuple(parameter.shape))
         state = optimizer.state[parameter]
@@ -153,7 +153,7 @@ SHAPES = [
 
 
 def numbered(storage: Storage, shape: tuple[int, ...]) -> list[Tensor]:
-    """Head and gradient whose values are positions, and parts whose values are their own positions."""
+    """Head, gradient and parts whose values are their elements' positions."""
     positions = torch.arange(math.prod(shape)).view(shape)
     parts = [torch.arange(math.prod(part.shape)).view(part.shape) for part in storage.parts(shape).values()]
     return [positions, positions.clone(), *parts]

@@ -26,7 +26,7 @@ Origin = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Emitted:
-    """Inductor's code for one step: a module whose `call` launches kernels. `origins` tells `call`'s inputs."""
+    """Inductor's code for one step: a module whose `call` launches kernels. `origins` are the origins of its inputs."""
 
     step: Step
     target: Target
