@@ -21,7 +21,7 @@ ORDER: dict[str, list[str]] = {
     "flashopt_compile.engine": [
         *("storage", "step", "numbers", "layout", "kernel", "pack", "calls", "planner", "plan"),
     ],
-    "flashopt_compile.inductor": ["tiles", "gcc", "bind", "example", "compile"],
+    "flashopt_compile.inductor": ["tiles", "gcc", "bind", "example", "transpose", "compile", "operator"],
     "flashopt_compile.distributed": ["shards"],
     "flashopt_compile.checkpoint": ["values", "plain", "flashoptim", "foreign", "states", "weights", "file", "archive"],
     "flashopt_compile.inspection": ["memory", "numerics"],

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from flashopt_compile.engine.kernel import Bound, Operation, copies, run_at_once
+from flashopt_compile.engine.kernel import Bound, Kernel, Operation, run_at_once
 
 
 class Call(Protocol):
@@ -38,33 +38,26 @@ class Staged:
         index: int,
         slices: slice,
         copied: tuple[Tensor | None, Tensor | None],
-        is_deferred: bool,
+        kernel: Kernel,
     ) -> None:
         self._calls, self._index, self._slices = calls, index, slices
         self._head, self._grad = copied  # in the shape of the slices; None of what is contiguous
-        self._is_deferred = is_deferred
+        self._kernel = kernel
 
     def operations(self, heads: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Operation]:
         head, grad = heads[self._index][self._slices], grads[self._index][self._slices]
-        before = [*_copied(self._head, head), *_copied(self._grad, grad)]
-        if not self._is_deferred:
+        before, after = [], []
+        if self._head is not None:
+            before += self._kernel.copy(self._head, head)
+            after += self._kernel.copy(head, self._head)
+        if self._grad is not None:
+            before += self._kernel.copy(self._grad, grad)
+        if not self._kernel.is_deferred:
             run_at_once(before)
             before = []
         given = [head if self._head is None else self._head], [grad if self._grad is None else self._grad]
         inner = [operation for call in self._calls for operation in call.operations(*given)]
-        return [*before, *inner, *([] if self._head is None else _copied(head, self._head))]
-
-
-# Columns of a transposed matrix that are copied at once, or each line of the cache would be fetched for every element.
-COLUMNS = 16
-
-
-def _copied(target: Tensor | None, source: Tensor) -> list[Operation]:
-    if target is None:
-        return []
-    if source.dim() == 2 and source.stride(0) == 1:
-        return copies(list(target.split(COLUMNS, 1)), source.split(COLUMNS, 1))
-    return copies([target], [source])
+        return [*before, *inner, *after]
 
 
 class Whole:

@@ -43,6 +43,10 @@ class Kernel(Protocol):
 
     def bind(self, block: Block, t: Tensor, numbers: Numbers) -> Bound: ...
 
+    def copy(self, target: Tensor, source: Tensor) -> list[Operation]:
+        """What copies one large tensor to another, whatever the order of their memory."""
+        ...
+
 
 # Provides the kernel for blocks of a step, given the dtype of gradients, the device, and numbers like those to come.
 Kernels = Callable[[Step, torch.dtype, torch.device, Numbers], Kernel]
@@ -79,6 +83,9 @@ class ComputedKernel:
             return copies([head, *block.rest], parts)
 
         return run
+
+    def copy(self, target: Tensor, source: Tensor) -> list[Operation]:
+        return copies([target], [source])
 
 
 def eager(step: Step) -> ComputedKernel:

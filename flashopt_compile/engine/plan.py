@@ -87,6 +87,7 @@ class Plan:
         counts = [each.count for each in work]
         self._counts = torch.stack([count.detach().to("cpu", torch.float32) for count in counts])
         self._next = self._counts + 1
+        self._one = torch.ones((), dtype=torch.float32, device="cpu")  # torch would make one of a number in each step
         self._taken = self._counts.tolist()
         each_next = self._next.unbind()
         items = [
@@ -120,7 +121,7 @@ class Plan:
 
     def _run(self, given: Given) -> None:
         """Step the parameters by their gradients. Of each stage, all happens or nothing does."""
-        torch.add(self._counts, 1, out=self._next)
+        torch.add(self._counts, self._one, out=self._next)
         taken = self._next.tolist()
         heads, grads = given.heads, given.grads
         for index in self._in_place:

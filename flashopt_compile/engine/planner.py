@@ -17,7 +17,7 @@ from quant.rows import Span
 # Parameters with fewer elements are packed: a call costs more than the copies.
 SMALL_ELEMENTS = 1 << 16
 # Elements of a parameter that are copied at once because its memory has another order.
-STAGED_ELEMENTS = 1 << 20
+STAGED_ELEMENTS = 1 << 19
 
 
 class Item(NamedTuple):
@@ -169,7 +169,7 @@ class Planner:
             inner._cut(kernel, item, layout.cut(first * each, elements), parts, 0)
             inner._flush()
             self._phases_bytes += inner._phases_bytes
-            yield Staged([call for call, _ in inner._calls], index, slices, (head, grad), kernel.is_deferred)
+            yield Staged([call for call, _ in inner._calls], index, slices, (head, grad), kernel)
 
     def _wait_in_parts(self, kernel: Kernel, item: Item, member: Member) -> None:
         """Have a member packed, by so many rows at a time that packs stay small."""

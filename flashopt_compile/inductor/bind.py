@@ -107,24 +107,7 @@ def find(
 
     The sizes of the example must all differ, as arguments are told by them.
     """
-    compiled(tensors, t, place, numbers)
-    if not noting.graphs:
-        raise NotCompiled("torch.compile did not compile, as under a stance that forbids it")
-    if len(noting.graphs) != 1:
-        raise Unbound(f"torch.compile made {len(noting.graphs)} graphs of it")
-    (graph,) = noting.graphs
-    calls: list[tuple[Any, tuple[Any, ...]]] = []
-    real = graph.current_callable
-    graph.current_callable = partial(_run_noting, real, calls)
-    try:
-        compiled(tensors, t, place, numbers)
-    finally:
-        graph.current_callable = real
-    if len(calls) != 1:
-        raise Unbound(f"it consists of {len(calls)} C++ functions")
-    ((function, arguments),) = calls
-    if not isinstance(function, BuiltinFunctionType):
-        raise Unbound(f"its C++ function is a {type(function).__name__}")
+    function, arguments = only_call(noting, lambda: compiled(tensors, t, place, numbers))
     leaves = {id(leaf): number for number, leaf in enumerate(leaves_of(tensors, t, place, numbers))}
     by_size = {value: name for name, value in sizes.items()}
     in_use = {tensor.untyped_storage().data_ptr() for tensor in leaves_of(tensors, t, place, numbers)}
@@ -141,6 +124,29 @@ def find(
     if found.count(1) != 1 or 0 not in found:
         raise Unbound("its C++ function does not take head and gradient once")
     return Found(function, found)
+
+
+def only_call(noting: Noting, run: Callable[[], Any]) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """Run a compiled function twice: the one C++ function that it calls, and with which arguments."""
+    run()
+    if not noting.graphs:
+        raise NotCompiled("torch.compile did not compile, as under a stance that forbids it")
+    if len(noting.graphs) != 1:
+        raise Unbound(f"torch.compile made {len(noting.graphs)} graphs of it")
+    (graph,) = noting.graphs
+    calls: list[tuple[Any, tuple[Any, ...]]] = []
+    real = graph.current_callable
+    graph.current_callable = partial(_run_noting, real, calls)
+    try:
+        run()
+    finally:
+        graph.current_callable = real
+    if len(calls) != 1:
+        raise Unbound(f"it consists of {len(calls)} C++ functions")
+    ((function, arguments),) = calls
+    if not isinstance(function, BuiltinFunctionType):
+        raise Unbound(f"its C++ function is a {type(function).__name__}")
+    return function, arguments
 
 
 def _is_own_number(tensor: Tensor, in_use: set[int]) -> bool:

@@ -14,11 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashopt_compile.engine.kernel import Bound, ComputedKernel, Kernel, WholeStep, eager, run_at_once
+from flashopt_compile.engine.kernel import (
+    Bound,
+    ComputedKernel,
+    Kernel,
+    Operation,
+    WholeStep,
+    copies,
+    eager,
+    run_at_once,
+)
 from flashopt_compile.engine.layout import Block, Layout, Part
 from flashopt_compile.engine.planner import Item, Planner
 from flashopt_compile.engine.step import Numbers, Place, Step, Table
-from flashopt_compile.inductor import bind, example, gcc
+from flashopt_compile.inductor import bind, example, gcc, transpose
 
 OPTIONS: dict[str, Any] = {
     "size_asserts": False,  # what we have made ourselves needs no checks
@@ -124,6 +133,9 @@ class WholeKernel:
 
         return run
 
+    def copy(self, target: Tensor, source: Tensor) -> list[Operation]:
+        return copies([target], [source])
+
     def _run(self, tensors: Sequence[Tensor], t: Tensor, place: Place, numbers: Numbers) -> None:
         head, grad = tensors[:2]
         form = head.dim(), head.shape[-1] if head.dim() > 1 else None, place.table is None
@@ -148,6 +160,14 @@ class BoundKernel:
 
     def bind(self, block: Block, t: Tensor, numbers: Numbers) -> Bound:
         return self.found.bind(block, t, numbers)
+
+    def copy(self, target: Tensor, source: Tensor) -> list[Operation]:
+        form = transpose.form_of(target.shape, target.stride(), source.stride())
+        if form is None:
+            return copies([target], [source])
+        key = transpose, target.dtype, torch.get_num_threads(), *_permission()
+        found = _remembered(key, lambda: _transposition(target.dtype))
+        return copies([target], [source]) if found is None else [found.operation(form, target, source)]
 
 
 def _remembered(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
@@ -201,6 +221,21 @@ def _bound_kernel(step: Step, grad_dtype: torch.dtype, device: torch.device, num
     found = bind.find(compiled, noting, given.sizes, given.tensors, given.t, given.place, given.numbers)
     example.check(compiled, found, written, grad_dtype, device, numbers, width)
     return BoundKernel(found, width)
+
+
+def _transposition(dtype: torch.dtype) -> transpose.Transposition | None:
+    """The bound copy between memory orders; None where there is none, and torch's own is used."""
+    noting = bind.Noting({**OPTIONS, **gcc.wide_vectors()})
+
+    def kernel(target: Tensor, source: Tensor) -> None:
+        transpose.copy(target, source)
+
+    try:
+        return transpose.find(torch.compile(kernel, backend=noting, fullgraph=True), noting, dtype)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        _tell("transposition", f"weights that are transposed or channels_last are copied by torch, as {reason}; slower")
+        return None
 
 
 def _computing(step: Step) -> Callable[..., Sequence[Tensor]]:
