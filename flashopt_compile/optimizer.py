@@ -17,6 +17,7 @@ from flashopt_compile.checkpoint import states, weights
 from flashopt_compile.distributed import shards
 from flashopt_compile.engine.plan import Plan
 from flashopt_compile.engine.storage import Storage, storage_of
+from flashopt_compile.inductor import operator
 from flashopt_compile.inspection import numerics
 from flashopt_compile.inspection.memory import memory
 from flashopt_compile.options import (
@@ -65,6 +66,7 @@ class FlashOptimizer(torch.optim.Optimizer):
         self.eager = eager
         self.plan: Plan | None = None
         self.dtypes: dict[Tensor, torch.dtype] = {}  # of each parameter when its state was made: tails depend on it
+        self.handle = operator.new_handle(self)
         super().__init__(params, {**self.hyper, **STORAGE_OPTIONS, **given})
 
     def add_param_group(self, param_group: Group) -> None:
@@ -114,6 +116,9 @@ class FlashOptimizer(torch.optim.Optimizer):
         return step() if closure is None else step(closure)
 
     step.hooked = True  # for torch.optim to leave it as it is  # pyright: ignore[reportFunctionMemberAccess]
+    # Likewise for schedulers, whose wrapper no torch.compile can trace: a step sets itself what the wrapper would.
+    step._wrapped_by_lr_sched = True  # pyright: ignore[reportFunctionMemberAccess]
+    operator.register_root(step)
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
@@ -121,8 +126,22 @@ class FlashOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            (stepping.trace if is_dynamo_compiling() else stepping.take)(self)
+            if is_dynamo_compiling():
+                stepping.trace(self, alone=closure is None and operator.is_alone())
+            else:
+                self._opt_called = True
+                stepping.take(self)
         return loss
+
+    @torch.no_grad()
+    def step_in_graph(self, given: operator.Given | None) -> None:
+        """Step from a graph that a caller has compiled, which may give heads and gradients."""
+        self._opt_called = True
+        if given is None:
+            stepping.take(self)
+        else:
+            with stepping.lent(self, given):
+                stepping.take(self)
 
     _step_watched = torch.optim.Optimizer.profile_hook_step(_step)
 
@@ -209,6 +228,7 @@ class FlashOptimizer(torch.optim.Optimizer):
                 state["state"][parameter] = value.state
                 self.dtypes[parameter] = parameter.dtype
         self.plan = None
+        self.handle = operator.new_handle(self)
         super().__setstate__(state)
 
 

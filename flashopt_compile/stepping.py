@@ -2,7 +2,8 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from operator import itemgetter
 from types import NoneType
@@ -20,6 +21,7 @@ from flashopt_compile.engine.step import Numbers, Step
 from flashopt_compile.engine.step import trace as trace_step
 from flashopt_compile.engine.storage import Storage
 from flashopt_compile.inductor import compile as inductor
+from flashopt_compile.inductor import operator
 from flashopt_compile.inspection import numerics
 from flashopt_compile.options import (
     STORAGE_OPTIONS,
@@ -43,6 +45,7 @@ class Stepped(Protocol):
     state: Any
     eager: bool
     plan: Plan | None
+    handle: Tensor
     dtypes: dict[Tensor, torch.dtype]
     hyper: ClassVar[dict[str, Any]]
 
@@ -133,13 +136,15 @@ def _given(optimizer: Stepped) -> Given:
     grads: list[Any] = [parameter.grad for parameter in parameters]
     kinds = list(map(type, grads))
     heads, stored = parameters, [tensor for state in optimizer.state.values() for tensor in state.values()]
+    idle: list[Any] = []
     if NoneType in kinds:
+        idle = [head for head, grad in zip(parameters, grads, strict=True) if grad is None]
         heads = [head for head, grad in zip(parameters, grads, strict=True) if grad is not None]
         grads = [grad for grad in grads if grad is not None]
     if not PLAIN.issuperset(map(type, parameters)) and shards.any_sharded(parameters):
         grads = list(map(gradient, heads))
         heads, stored = list(map(shards.local, heads)), list(map(shards.local, stored))
-    return Given(parameters, kinds, heads, grads, stored)
+    return Given(parameters, kinds, idle, heads, grads, stored)
 
 
 def _options(optimizer: Stepped, group: Group) -> Options:
@@ -214,8 +219,55 @@ def _uncompiled(step: Step, *_: Any) -> Kernel:
     return eager(step)
 
 
-def trace(optimizer: Stepped) -> None:
-    """Step inside a graph that the caller is compiling."""
+def trace(optimizer: Stepped, alone: bool) -> None:
+    """Step inside a graph that the caller is compiling, of which the step may be all.
+
+    As one operator, which runs our own kernels; that of an `eager` optimizer operation by operation.
+    """
+    if optimizer.eager:
+        _trace_through(optimizer)
+    elif alone:
+        operator.step(optimizer.handle)
+    else:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        positions = [position for position, parameter in enumerate(parameters) if parameter.grad is not None]
+        heads = [shards.local(parameters[position]) for position in positions]
+        grads = [gradient(parameters[position]) for position in positions]
+        operator.step_given(optimizer.handle, heads, grads, positions)
+
+
+@contextmanager
+def lent(optimizer: Stepped, given: Mapping[int, tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Have the parameters hold the heads and gradients that a graph gives, for as long as they are stepped.
+
+    A graph may compute a gradient that no parameter has yet, and step a copy of a weight, to be copied back later.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    grads, memory = [parameter.grad for parameter in parameters], []
+    try:
+        for position, parameter in enumerate(parameters):
+            head, grad = given.get(position, (None, None))
+            if head is None or grad is None:
+                parameter.grad = None
+                continue
+            own = shards.local(parameter)
+            if not own.is_set_to(head):
+                memory.append((own, own.data))
+                own.data = head
+            held = parameter.grad
+            if held is None or not shards.local(held).is_set_to(grad):
+                parameter.grad = shards.as_sharded(grad, parameter)
+        yield
+    finally:
+        for own, data in memory:
+            own.data = data
+        for parameter, grad in zip(parameters, grads, strict=True):
+            if parameter.grad is not grad:
+                parameter.grad = grad
+
+
+def _trace_through(optimizer: Stepped) -> None:
+    """Step operation by operation."""
     work = [each for each in trained(optimizer) if each.parameter.grad is not None]
     owner = type(optimizer).__name__
     for _, name, parameter, _ in work:

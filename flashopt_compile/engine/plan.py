@@ -36,6 +36,7 @@ class Given(NamedTuple):
 
     parameters: Sequence[Tensor]  # all of them
     kinds: Sequence[type]  # of their gradients, which may be missing
+    idle: Sequence[Tensor]  # those without a gradient
     heads: Sequence[Tensor]
     grads: Sequence[Tensor]
     stored: Sequence[Tensor]  # all tensors of the optimizer's state
@@ -57,12 +58,12 @@ def depends_on(given: Given, options: Sequence[Options]) -> tuple[Any, ...]:
     By identity, address and form, never by value. A plan holds what it knows the address of, or is held by what has it,
     so that no other tensor can have come to lie there; a head's address may be another's, its dtype and shape may not.
     """
-    _, kinds, heads, grads, stored = given
+    _, kinds, idle, heads, grads, stored = given
     return (
         torch.get_num_threads(),  # Inductor writes code for so many
         [each.fixed for each in options],
         list(map(id, given.parameters)),
-        list(map(_requires_grad, given.parameters)),
+        list(map(_requires_grad, idle)),  # one that is thawed gets a state
         kinds,
         list(map(Tensor.data_ptr, heads)),
         list(map(Tensor.size, heads)),
