@@ -30,7 +30,7 @@ def run(
     *arguments: Any,
     flags: Sequence[str] = (),
     variables: Mapping[str, str | None] | None = None,
-    timeout: float = 300,
+    timeout: float = 900,
 ) -> subprocess.CompletedProcess[str]:
     """Call `function` in a new process and assert that it succeeds."""
     done = subprocess.run(

@@ -44,6 +44,8 @@ _ON_THE_HEAP = re.compile(r"std::unique_ptr<(\S+) \[\]> (\w+) = std::make_unique
 _BY_POINTER = re.compile(r"= (\w+)\.get\(\);")
 # Strides of no tensor, by which Inductor is told that neighbouring loops are not one.
 _APART = (15485863, 1299709, 1)
+# Loops over fewer elements are over the groups of a piece: they and the loop over pieces are one, long enough for gcc.
+_LEAST_ELEMENTS = 8
 
 
 class InTiles(CustomSchedulerPass):
@@ -72,15 +74,18 @@ def _version() -> str:
 def _keep_loops_apart(node: Any) -> None:
     """Have loops over rows, pieces and elements stay three, though some tensors would allow for fewer.
 
-    Only loops of one kind become one.
+    Only loops of one kind become one. Those over pieces and their groups are one in any case.
     """
     find = getattr(node.node, "get_default_sizes_body", None)
     if find is None:
         return
     _, body, (variables, _) = find()
     if 2 <= len(variables) <= len(_APART):
-        strides = zip(variables, _APART, strict=False)
-        node.recompute_size_and_body((body.var_ranges, [sum((v * s for v, s in strides), sympy.Integer(0))]))
+        strides, last = list(_APART[: len(variables)]), body.var_ranges[variables[-1]]
+        if len(variables) == len(_APART) and last.is_Integer and last < _LEAST_ELEMENTS:
+            strides[1] = int(last)
+        index = sum((v * s for v, s in zip(variables, strides, strict=True)), sympy.Integer(0))
+        node.recompute_size_and_body((body.var_ranges, [index]))
 
 
 class TiledScheduling(cpp.CppScheduling):
@@ -142,8 +147,9 @@ class TiledScheduling(cpp.CppScheduling):
                 proxy: Any = self.kernel_proxy_cls(self.kernel_group)
                 proxy.codegen_nodes(loop.get_nodes())
                 row, piece = proxy.loop_nest.loops[:2]
+                each = _per_piece(loop, pieces)
                 row.offset, row.size = _ROW, _ROW + 1
-                piece.offset, piece.size = _FIRST, sympy.Min(_FIRST + tile, last)
+                piece.offset, piece.size = each * _FIRST, each * sympy.Min(_FIRST + tile, last)
                 nests.append(proxy.loop_nest)
             inner = _InEachTile(self.kernel_group)
             inner.inner = nests
@@ -245,6 +251,11 @@ def _ranges(node: Loop) -> tuple[Sequence[Size], Sequence[Size]]:
     return node.group[1]
 
 
+def _per_piece(loop: Loop, pieces: Size) -> Size:
+    """How often its second loop runs for each piece: once, or once for each group."""
+    return _ranges(loop)[0][1] / pieces
+
+
 def _simplified(size: Size) -> Size:
     """With one symbol for sizes that Inductor knows to be equal."""
     return V.graph.sizevars.simplify(size)
@@ -253,16 +264,18 @@ def _simplified(size: Size) -> Size:
 def _common_loops(loops: Sequence[Loop]) -> tuple[Size, Size] | None:
     """How often the two outermost loops of all of them run, if each piece of each row minds itself alone."""
     outer = {tuple(_ranges(loop)[0][:2]) for loop in loops}
-    if len(outer) != 1:
-        return None
-    (both,) = outer
-    if len(both) != 2 or not all(isinstance(size, sympy.Symbol) for size in both):
+    both = next(
+        (each for each in outer if len(each) == 2 and all(isinstance(size, sympy.Symbol) for size in each)), None
+    )
+    if both is None:
         return None
     rows, pieces = both
+    if any(len(each) != 2 or each[0] != rows or not (each[1] / pieces).is_Integer for each in outer):
+        return None
     written = {name for loop in loops for name in loop.get_buffer_names()}
     written |= {name for loop in loops for buffer in loop.get_outputs() for name in buffer.get_mutations()}
     deps = (dep for loop in loops for dep in loop.read_writes.reads_and_writes() if dep.name in written)
-    return both if all(_minds_itself(dep, rows, pieces) for dep in deps) else None
+    return (rows, pieces) if all(_minds_itself(dep, rows, pieces) for dep in deps) else None
 
 
 def _minds_itself(dep: Any, rows: Size, pieces: Size) -> bool:
