@@ -12,7 +12,7 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,  # pyright: ignore[reportPrivateUsage]
 )
 
-from flashopt_compile import stepping
+from flashopt_compile import stepping, tracing
 from flashopt_compile.checkpoint import states, weights
 from flashopt_compile.distributed import shards
 from flashopt_compile.engine.plan import Plan
@@ -67,6 +67,7 @@ class FlashOptimizer(torch.optim.Optimizer):
         self.plan: Plan | None = None
         self.dtypes: dict[Tensor, torch.dtype] = {}  # of each parameter when its state was made: tails depend on it
         self.handle = operator.new_handle(self)
+        self.rules: list[Rule] = []  # of each group, for graphs that trace a step
         super().__init__(params, {**self.hyper, **STORAGE_OPTIONS, **given})
 
     def add_param_group(self, param_group: Group) -> None:
@@ -94,6 +95,7 @@ class FlashOptimizer(torch.optim.Optimizer):
             seen.add(id(parameter))
         super().add_param_group({**options, "params": params})
         group = self.param_groups[-1]
+        self.rules.append(self.rule_of(group))
         if group["decouple_lr"]:
             lr = group["lr"]
             group.setdefault("initial_lr", lr.clone() if isinstance(lr, Tensor) else lr)  # the lr itself may change
@@ -125,11 +127,11 @@ class FlashOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
-            if is_dynamo_compiling():
-                stepping.trace(self, alone=closure is None and operator.is_alone())
-            else:
-                self._opt_called = True
+        if is_dynamo_compiling():
+            tracing.trace(self, alone=closure is None and operator.is_alone())
+        else:
+            self._opt_called = True
+            with torch.no_grad():
                 stepping.take(self)
         return loss
 
@@ -140,10 +142,22 @@ class FlashOptimizer(torch.optim.Optimizer):
         if given is None:
             stepping.take(self)
         else:
-            with stepping.lent(self, given):
+            with tracing.lent(self, given):
                 stepping.take(self)
 
+    def numbers_in_graph(self, group: int, rule: str) -> list[float]:
+        """A parameter group's hyper-parameters, for a graph that has traced `rule`."""
+        self._opt_called = True
+        return tracing.numbers_in_graph(self, group, rule)
+
     _step_watched = torch.optim.Optimizer.profile_hook_step(_step)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, or with `set_to_none=False` set them to zero."""
+        if is_dynamo_compiling():  # torch.optim's is marked for Dynamo to leave out of graphs
+            tracing.drop_gradients(self, set_to_none)
+        else:
+            super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def warmup(self, verbose: bool = True) -> None:
@@ -170,10 +184,10 @@ class FlashOptimizer(torch.optim.Optimizer):
         """
         return [numerics.health(stepping.samples(self, group)) for group in self.param_groups]
 
-    def storage(self, group: Group, parameter: Tensor) -> Storage:
+    def storage(self, group: Group, parameter: Tensor, rule: Rule | None = None) -> Storage:
         """How a parameter's weight and states are stored under the group's options; the same on every process."""
-        shape = tuple(parameter.shape)
-        return storage_of(self.rule_of(group), parameter.dtype, shape, group["master_weight_bits"], group["quantize"])
+        rule, shape = rule or self.rule_of(group), tuple(parameter.shape)
+        return storage_of(rule, parameter.dtype, shape, group["master_weight_bits"], group["quantize"])
 
     def new_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
         """A parameter's state before its first step."""
@@ -230,6 +244,7 @@ class FlashOptimizer(torch.optim.Optimizer):
         self.plan = None
         self.handle = operator.new_handle(self)
         super().__setstate__(state)
+        self.rules = [self.rule_of(group) for group in self.param_groups]
 
 
 def is_watched(optimizer: torch.optim.Optimizer) -> bool:

@@ -2,8 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
 from functools import partial
 from operator import itemgetter
 from types import NoneType
@@ -18,10 +17,8 @@ from flashopt_compile.engine.layout import Layout, Part
 from flashopt_compile.engine.numbers import as_numbers
 from flashopt_compile.engine.plan import Given, Options, Plan, Work
 from flashopt_compile.engine.step import Numbers, Step
-from flashopt_compile.engine.step import trace as trace_step
 from flashopt_compile.engine.storage import Storage
 from flashopt_compile.inductor import compile as inductor
-from flashopt_compile.inductor import operator
 from flashopt_compile.inspection import numerics
 from flashopt_compile.options import (
     STORAGE_OPTIONS,
@@ -45,14 +42,13 @@ class Stepped(Protocol):
     state: Any
     eager: bool
     plan: Plan | None
-    handle: Tensor
     dtypes: dict[Tensor, torch.dtype]
     hyper: ClassVar[dict[str, Any]]
 
     @classmethod
     def rule_of(cls, group: Group) -> Rule: ...
 
-    def storage(self, group: Group, parameter: Tensor) -> Storage: ...
+    def storage(self, group: Group, parameter: Tensor, rule: Rule | None = None) -> Storage: ...
 
     def new_state(self, group: Group, parameter: Tensor) -> dict[str, Any]: ...
 
@@ -71,16 +67,27 @@ def is_trained(parameter: Tensor) -> bool:
     return parameter.requires_grad or parameter.grad is not None
 
 
+def named(position: int, group: Group) -> list[tuple[str, Tensor]]:
+    """The parameters of a group and their names."""
+    names = group.get("param_names") or [f"{position}.{number}" for number in range(len(group["params"]))]
+    return list(zip(names, group["params"], strict=True))
+
+
+def state_of(optimizer: Stepped, group: Group, name: str, parameter: Tensor) -> dict[str, Any]:
+    """A parameter's state, made if need be."""
+    if not optimizer.state.get(parameter):
+        check_parameter(type(optimizer).__name__, name, parameter)
+        optimizer.state[parameter] = optimizer.new_state(group, parameter)
+    return optimizer.state[parameter]
+
+
 def trained(optimizer: Stepped, make: bool = True) -> Iterator[Trained]:
     """Every parameter to be trained, its state made if need be."""
-    for number, group in enumerate(optimizer.param_groups):
-        names = group.get("param_names") or [f"{number}.{position}" for position in range(len(group["params"]))]
-        for name, parameter in zip(names, group["params"], strict=True):
+    for position, group in enumerate(optimizer.param_groups):
+        for name, parameter in named(position, group):
             if is_trained(parameter):
-                if make and not optimizer.state.get(parameter):
-                    check_parameter(type(optimizer).__name__, name, parameter)
-                    optimizer.state[parameter] = optimizer.new_state(group, parameter)
-                yield Trained(group, name, parameter, optimizer.state.get(parameter, {}))
+                state = state_of(optimizer, group, name, parameter) if make else optimizer.state.get(parameter, {})
+                yield Trained(group, name, parameter, state)
 
 
 def gradient(parameter: Tensor) -> Tensor:
@@ -104,8 +111,10 @@ def hyper_of(optimizer: type[Stepped], group: Group) -> dict[str, Any]:
     return hyper
 
 
-def step_of(optimizer: Stepped, group: Group, parameter: Tensor) -> Step:
-    return Step(optimizer.rule_of(group), optimizer.storage(group, parameter), group["rounding"], group["maximize"])
+def step_of(optimizer: Stepped, group: Group, parameter: Tensor, rule: Rule | None = None) -> Step:
+    """How to step a parameter, by the rule that its group follows now unless it is given."""
+    rule = rule or optimizer.rule_of(group)
+    return Step(rule, optimizer.storage(group, parameter, rule), group["rounding"], group["maximize"])
 
 
 def tensors_of(storage: Storage, parameter: Tensor, grad: Tensor, state: dict[str, Any]) -> list[Tensor]:
@@ -169,7 +178,7 @@ def _check(optimizer: Stepped, work: list[Trained]) -> None:
 
 def _may_step(optimizer: Stepped) -> bool:
     """Whether no gradient forbids a step; raise NumericsError if a group would lose its updates."""
-    if _is_skipped(optimizer):
+    if is_skipped(optimizer):
         return False
     for group, name, parameter, state in trained(optimizer):
         if group["check_numerics"] and parameter.grad is not None:
@@ -179,7 +188,7 @@ def _may_step(optimizer: Stepped) -> bool:
     return True
 
 
-def _is_skipped(optimizer: Stepped) -> bool:
+def is_skipped(optimizer: Stepped) -> bool:
     """Whether a group with `skip_nonfinite` has a gradient that is not finite, on any process."""
     asking = [
         parameter
@@ -217,71 +226,6 @@ def _contiguous(tensor: Tensor) -> Tensor:
 
 def _uncompiled(step: Step, *_: Any) -> Kernel:
     return eager(step)
-
-
-def trace(optimizer: Stepped, alone: bool) -> None:
-    """Step inside a graph that the caller is compiling, of which the step may be all.
-
-    As one operator, which runs our own kernels; that of an `eager` optimizer operation by operation.
-    """
-    if optimizer.eager:
-        _trace_through(optimizer)
-    elif alone:
-        operator.step(optimizer.handle)
-    else:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        positions = [position for position, parameter in enumerate(parameters) if parameter.grad is not None]
-        heads = [shards.local(parameters[position]) for position in positions]
-        grads = [gradient(parameters[position]) for position in positions]
-        operator.step_given(optimizer.handle, heads, grads, positions)
-
-
-@contextmanager
-def lent(optimizer: Stepped, given: Mapping[int, tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Have the parameters hold the heads and gradients that a graph gives, for as long as they are stepped.
-
-    A graph may compute a gradient that no parameter has yet, and step a copy of a weight, to be copied back later.
-    """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    grads, memory = [parameter.grad for parameter in parameters], []
-    try:
-        for position, parameter in enumerate(parameters):
-            head, grad = given.get(position, (None, None))
-            if head is None or grad is None:
-                parameter.grad = None
-                continue
-            own = shards.local(parameter)
-            if not own.is_set_to(head):
-                memory.append((own, own.data))
-                own.data = head
-            held = parameter.grad
-            if held is None or not shards.local(held).is_set_to(grad):
-                parameter.grad = shards.as_sharded(grad, parameter)
-        yield
-    finally:
-        for own, data in memory:
-            own.data = data
-        for parameter, grad in zip(parameters, grads, strict=True):
-            if parameter.grad is not grad:
-                parameter.grad = grad
-
-
-def _trace_through(optimizer: Stepped) -> None:
-    """Step operation by operation."""
-    work = [each for each in trained(optimizer) if each.parameter.grad is not None]
-    owner = type(optimizer).__name__
-    for _, name, parameter, _ in work:
-        check_gradient(owner, name, parameter)
-    if not work or _is_skipped(optimizer):
-        return
-    numbers = {id(group): as_numbers(hyper_of(type(optimizer), group)) for group in optimizer.param_groups}
-    for group, name, parameter, state in work:
-        step = step_of(optimizer, group, parameter)
-        check_state(owner, name, state, step.storage.parts(tuple(parameter.shape)))
-        state["step"] += 1
-        tensors = tensors_of(step.storage, parameter, gradient(parameter), state)
-        places = shards.start(parameter), shards.positions(parameter, parameter.dim())
-        trace_step(step, tensors, *places, state["step"], numbers[id(group)])
 
 
 def samples(optimizer: Stepped, group: Group) -> Iterator[tuple[Step, list[Tensor], Tensor, Numbers]]:

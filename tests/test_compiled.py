@@ -115,22 +115,6 @@ def test_more_than_eight_steps_each_have_a_graph_of_their_own(start_afresh: None
     assert graphs() - before == 10
 
 
-def test_a_users_own_compile_gives_the_same_bits():
-    """`torch.compile(opt.step, fullgraph=True)` uses default options and none of ours."""
-    one, other = (FlashAdamW(parameters([(32, 64), (48,)]), lr=0.05) for _ in range(2))
-    step = torch.compile(one.step, fullgraph=True)
-    before = None
-    for number in range(3):
-        for optimizer in (one, other):
-            give_gradients(optimizer.param_groups[0]["params"], number)
-        step()
-        other.step()
-        assert_identical(stored(one), stored(other))
-        if number == 1:
-            before = graphs()
-    assert graphs() == before
-
-
 def test_eager_compiles_nothing():
     before = graphs()
     train(FlashSGD(parameters(), lr=0.123, momentum=0.9, maximize=True, eager=True), range(2))

@@ -19,6 +19,8 @@ class Owner(Protocol):
 
     def step_in_graph(self, given: "Given | None") -> None: ...
 
+    def numbers_in_graph(self, group: int, rule: str) -> Sequence[float]: ...
+
 
 # The parameters to be stepped, by their positions among all of the optimizer's: head and gradient of each.
 Given = dict[int, tuple[Tensor, Tensor]]
@@ -30,9 +32,13 @@ _roots: set[CodeType] = set()
 # What reads numbers from the host cannot be replayed by a CUDA graph.
 _TAGS = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
 _LIBRARY = torch.library.Library("flashopt_compile", "FRAGMENT")
+_LIBRARY.define("numbers(Tensor handle, int group, str rule, int count) -> Tensor", tags=_TAGS)
 # The handle is said to change, for compilers to keep steps, and to keep them in order.
 _LIBRARY.define("step(Tensor(a!) handle) -> ()", tags=_TAGS)
-_LIBRARY.define("step_given(Tensor(a!) handle, Tensor(b!)[] heads, Tensor[] grads, int[] positions) -> ()", tags=_TAGS)
+_LIBRARY.define(
+    "step_given(Tensor(a!) handle, Tensor(b!)[] heads, Tensor[] grads, int[] positions, bool grad_mode) -> ()",
+    tags=_TAGS,
+)
 
 
 def new_handle(owner: Owner) -> Tensor:
@@ -72,22 +78,56 @@ def _owner(handle: Tensor) -> Owner:
     return owner
 
 
+def _numbers(handle: Tensor, group: int, rule: str, count: int) -> Tensor:
+    values = _owner(handle).numbers_in_graph(group, rule)
+    return torch.tensor(values, dtype=torch.float32, device="cpu").reshape(count)
+
+
+def _numbers_shape(handle: Tensor, group: int, rule: str, count: int) -> Tensor:
+    return torch.empty(count, dtype=torch.float32, device="cpu")
+
+
 def _step(handle: Tensor) -> None:
     _owner(handle).step_in_graph(None)
 
 
-def _step_given(handle: Tensor, heads: Sequence[Tensor], grads: Sequence[Tensor], positions: Sequence[int]) -> None:
-    pairs = zip(heads, grads, strict=True)
-    _owner(handle).step_in_graph(dict(zip(positions, pairs, strict=True)))
+def _step_given(
+    handle: Tensor, heads: Sequence[Tensor], grads: Sequence[Tensor], positions: Sequence[int], grad_mode: bool
+) -> None:
+    try:
+        pairs = zip(heads, grads, strict=True)
+        _owner(handle).step_in_graph(dict(zip(positions, pairs, strict=True)))
+    except BaseException:
+        torch.set_grad_enabled(grad_mode)  # a graph that ends here would leave it as it is within a step
+        raise
 
 
 def _nothing(*_: Any) -> None:
     """What the operators do to tensors without values: nothing that a graph sees."""
 
 
-for _name, _function in (("step", _step), ("step_given", _step_given)):
+for _name, _function, _fake in (
+    ("numbers", _numbers, _numbers_shape),
+    ("step", _step, _nothing),
+    ("step_given", _step_given, _nothing),
+):
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"flashopt_compile::{_name}", _nothing, lib=_LIBRARY)
+    torch.library.register_fake(f"flashopt_compile::{_name}", _fake, lib=_LIBRARY)
+
+
+def numbers(handle: Tensor, group: int, rule: Any) -> dict[str, Any]:
+    """Add a parameter group's hyper-parameters to the graph, with the values that they have when it runs.
+
+    0-dim tensors and tuples of such, as the rule takes them.
+    """
+    counts = {name: len(default) if isinstance(default, tuple) else 1 for name, default in rule.hyper}
+    values = torch.ops.flashopt_compile.numbers(handle, group, rule.name, sum(counts.values()))
+    found, first = {}, 0
+    for name, default in rule.hyper:
+        own = [values[position] for position in range(first, first + counts[name])]
+        found[name] = tuple(own) if isinstance(default, tuple) else own[0]
+        first += counts[name]
+    return found
 
 
 def step(handle: Tensor) -> None:
@@ -95,6 +135,11 @@ def step(handle: Tensor) -> None:
     torch.ops.flashopt_compile.step(handle)
 
 
-def step_given(handle: Tensor, heads: Sequence[Tensor], grads: Sequence[Tensor], positions: Sequence[int]) -> None:
-    """Add a step to the graph, of the parameters at these positions, by gradients that the graph may compute."""
-    torch.ops.flashopt_compile.step_given(handle, heads, grads, positions)
+def step_given(
+    handle: Tensor, heads: Sequence[Tensor], grads: Sequence[Tensor], positions: Sequence[int], grad_mode: bool
+) -> None:
+    """Add a step to the graph, of the parameters at these positions, by gradients that the graph may compute.
+
+    `grad_mode` is whether autograd is on around the step, in which it is off.
+    """
+    torch.ops.flashopt_compile.step_given(handle, heads, grads, positions, grad_mode)
