@@ -1,16 +1,20 @@
-"""python -m bench [speed|layouts|formats] [--quick] [--out DIR]. `make bench` runs it; the default is all three."""
+"""python -m bench [speed|layouts|callers|formats] [--quick] [--out DIR]: all of them by default, as in `make bench`."""
 
 import argparse
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import formats, layouts, speed
+from bench import callers, formats, layouts, speed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "what", nargs="?", choices=("speed", "layouts", "formats", "all"), default="all", help="(%(default)s)"
+        "what",
+        nargs="?",
+        choices=("speed", "layouts", "callers", "formats", "all"),
+        default="all",
+        help="(%(default)s)",
     )
     parser.add_argument("--quick", action="store_true", help="speed on small sizes in two rounds, as a smoke test")
     parser.add_argument("--out", type=Path, help="the folder for speed's figures and picture")
@@ -21,6 +25,8 @@ def run(options: argparse.Namespace) -> None:
         speed.main(options.quick, options.out)
     if options.what in ("layouts", "all"):
         layouts.main(options.quick)
+    if options.what in ("callers", "all"):
+        callers.main(options.quick)
     if options.what in ("formats", "all"):
         # Only `python -m bench.formats` exits with 1 on a missed goal.
         with contextlib.suppress(SystemExit):
