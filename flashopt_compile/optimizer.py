@@ -5,18 +5,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
 from torch.compiler import is_dynamo_compiling
-from torch.optim.optimizer import (
-    _global_optimizer_post_hooks,  # pyright: ignore[reportPrivateUsage]
-    _global_optimizer_pre_hooks,  # pyright: ignore[reportPrivateUsage]
-)
 
 from flashopt_compile import stepping
 from flashopt_compile.checkpoint import states, weights
 from flashopt_compile.distributed import shards
 from flashopt_compile.engine.plan import Plan
 from flashopt_compile.engine.storage import Storage, storage_of
+from flashopt_compile.inductor import probes
 from flashopt_compile.inspection import numerics
 from flashopt_compile.inspection.memory import memory
 from flashopt_compile.options import (
@@ -109,11 +105,11 @@ class FlashOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter that has a gradient; with `closure`, evaluate it first and return its loss."""
         # torch.optim's step wrapper costs more than all our own overhead. It wraps the step of a subclass itself.
-        is_plain = is_dynamo_compiling() or not is_watched(self) or type(self).step is not FlashOptimizer.step
+        is_plain = is_dynamo_compiling() or not probes.is_watched(self) or type(self).step is not FlashOptimizer.step
         step = self._step if is_plain else self._step_watched
         return step() if closure is None else step(closure)
 
-    step.hooked = True  # for torch.optim to leave it as it is  # pyright: ignore[reportFunctionMemberAccess]
+    step.hooked = probes.WRAPPER.is_open()  # if so, torch.optim leaves it as it is  # pyright: ignore[reportFunctionMemberAccess]
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
@@ -124,7 +120,7 @@ class FlashOptimizer(torch.optim.Optimizer):
             (stepping.trace if is_dynamo_compiling() else stepping.take)(self)
         return loss
 
-    _step_watched = torch.optim.Optimizer.profile_hook_step(_step)
+    _step_watched = torch.optim.Optimizer.profile_hook_step(_step) if probes.WRAPPER.is_open() else _step
 
     @torch.no_grad()
     def warmup(self, verbose: bool = True) -> None:
@@ -210,14 +206,3 @@ class FlashOptimizer(torch.optim.Optimizer):
                 self.dtypes[parameter] = parameter.dtype
         self.plan = None
         super().__setstate__(state)
-
-
-def is_watched(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a hook or a profiler is to know of a step."""
-    return bool(
-        profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
-        or optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
-    )

@@ -14,14 +14,24 @@ ROOT = Path(__file__).parent.parent
 ORDER: dict[str, list[str]] = {
     "quant": ["ulp", "format", "rows", "dither", "split", "compand", "grouped", "bounds"],
     "flashopt_compile": [
-        *("rule", "rules", "engine", "inductor", "distributed", "options", "checkpoint", "inspection"),
+        *(
+            "torch_versions",
+            "rule",
+            "rules",
+            "engine",
+            "inductor",
+            "distributed",
+            "options",
+            "checkpoint",
+            "inspection",
+        ),
         *("stepping", "optimizer", "optimizers", "checkpoint.archive", "kernels", "commands", "cli", "__main__"),
     ],
     "flashopt_compile.rules": ["adam", "adamw", "lion", "sgd"],
     "flashopt_compile.engine": [
         *("storage", "step", "numbers", "layout", "kernel", "pack", "calls", "planner", "plan"),
     ],
-    "flashopt_compile.inductor": ["tiles", "gcc", "bind", "example", "compile"],
+    "flashopt_compile.inductor": ["probes", "tiles", "gcc", "bind", "example", "compile"],
     "flashopt_compile.distributed": ["shards"],
     "flashopt_compile.checkpoint": ["values", "plain", "flashoptim", "foreign", "states", "weights", "file", "archive"],
     "flashopt_compile.inspection": ["memory", "numerics"],

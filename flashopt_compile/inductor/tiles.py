@@ -44,6 +44,8 @@ _ON_THE_HEAP = re.compile(r"std::unique_ptr<(\S+) \[\]> (\w+) = std::make_unique
 _BY_POINTER = re.compile(r"= (\w+)\.get\(\);")
 # Strides of no tensor, by which Inductor is told that neighbouring loops are not one.
 _APART = (15485863, 1299709, 1)
+# What Inductor is told them in: a tuple until torch 2.14 or so.
+_CONSTRAINTS: Any = getattr(ir, "ExtraIndexingConstraints", lambda *constraints: constraints)
 
 
 class InTiles(CustomSchedulerPass):
@@ -80,7 +82,8 @@ def _keep_loops_apart(node: Any) -> None:
     _, body, (variables, _) = find()
     if 2 <= len(variables) <= len(_APART):
         strides = zip(variables, _APART, strict=False)
-        node.recompute_size_and_body((body.var_ranges, [sum((v * s for v, s in strides), sympy.Integer(0))]))
+        position = sum((variable * stride for variable, stride in strides), sympy.Integer(0))
+        node.recompute_size_and_body(_CONSTRAINTS(body.var_ranges, [position]))
 
 
 class TiledScheduling(cpp.CppScheduling):
