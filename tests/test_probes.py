@@ -194,12 +194,12 @@ def test_without_binding_training_goes_on_with_the_right_bits(way: str, monkeypa
     assert_identical(found, trained(eager=True))
 
 
-def test_without_any_of_dynamos_names_training_goes_on_with_the_right_bits(monkeypatch: pytest.MonkeyPatch):
+def test_without_guards_and_marks_training_goes_on_with_the_right_bits(monkeypatch: pytest.MonkeyPatch):
     """Sizes are baked into the graphs then, which must not be bound."""
-    for path in (probes.GUARDS, probes.MARKS, probes.STANCE):
+    for path in (probes.GUARDS, probes.MARKS):
         remove(path.needs[0], monkeypatch)
     found, told = listen(lambda: trained(eager=False))
-    for path in (probes.GUARDS, probes.MARKS, probes.STANCE):
+    for path in (probes.GUARDS, probes.MARKS):
         assert len([each for each in told if f"without {path.name}" in each]) == 1
     assert_identical(found, trained(eager=True))
 
