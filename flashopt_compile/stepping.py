@@ -68,8 +68,12 @@ def is_trained(parameter: Tensor) -> bool:
     return parameter.requires_grad or parameter.grad is not None
 
 
-def trained(optimizer: Stepped, make: bool = True) -> Iterator[Trained]:
-    """Every parameter to be trained, its state made if need be."""
+def trained(optimizer: Stepped, make: bool = True) -> list[Trained]:
+    """Every parameter to be trained, its state made if need be.
+
+    A list: the Dynamo of torch 2.15 fails when it traces a generator that a comprehension consumes.
+    """
+    found: list[Trained] = []
     for number, group in enumerate(optimizer.param_groups):
         names = group.get("param_names") or [f"{number}.{position}" for position in range(len(group["params"]))]
         for name, parameter in zip(names, group["params"], strict=True):
@@ -77,7 +81,8 @@ def trained(optimizer: Stepped, make: bool = True) -> Iterator[Trained]:
                 if make and not optimizer.state.get(parameter):
                     check_parameter(type(optimizer).__name__, name, parameter)
                     optimizer.state[parameter] = optimizer.new_state(group, parameter)
-                yield Trained(group, name, parameter, optimizer.state.get(parameter, {}))
+                found.append(Trained(group, name, parameter, optimizer.state.get(parameter, {})))
+    return found
 
 
 def gradient(parameter: Tensor) -> Tensor:
