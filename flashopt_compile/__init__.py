@@ -1,5 +1,8 @@
 """Drop-in PyTorch optimizers that train with 7 bytes per parameter, every step compiled from pure PyTorch."""
 
+from flashopt_compile.inductor import versions  # noqa: F401  # before what other versions of torch lack is imported
+
+# isort: split
 from flashopt_compile.checkpoint.file import load, save
 from flashopt_compile.checkpoint.flashoptim import flashoptim_state_dict
 from flashopt_compile.inspection.numerics import Health, NumericsError

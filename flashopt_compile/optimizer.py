@@ -5,19 +5,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
 from torch.compiler import is_dynamo_compiling
-from torch.optim.optimizer import (
-    _global_optimizer_post_hooks,  # pyright: ignore[reportPrivateUsage]
-    _global_optimizer_pre_hooks,  # pyright: ignore[reportPrivateUsage]
-)
 
 from flashopt_compile import stepping, tracing
 from flashopt_compile.checkpoint import states, weights
 from flashopt_compile.distributed import shards
 from flashopt_compile.engine.plan import Plan
 from flashopt_compile.engine.storage import Storage, storage_of
-from flashopt_compile.inductor import operator
+from flashopt_compile.inductor import operator, probes
 from flashopt_compile.inspection import numerics
 from flashopt_compile.inspection.memory import memory
 from flashopt_compile.options import (
@@ -113,11 +108,11 @@ class FlashOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter that has a gradient; with `closure`, evaluate it first and return its loss."""
         # torch.optim's step wrapper costs more than all our own overhead. It wraps the step of a subclass itself.
-        is_plain = is_dynamo_compiling() or not is_watched(self) or type(self).step is not FlashOptimizer.step
+        is_plain = is_dynamo_compiling() or not probes.is_watched(self) or type(self).step is not FlashOptimizer.step
         step = self._step if is_plain else self._step_watched
         return step() if closure is None else step(closure)
 
-    step.hooked = True  # for torch.optim to leave it as it is  # pyright: ignore[reportFunctionMemberAccess]
+    step.hooked = probes.WRAPPER.is_open()  # if so, torch.optim leaves it as it is  # pyright: ignore[reportFunctionMemberAccess]
     # Likewise for schedulers, whose wrapper no torch.compile can trace: a step sets itself what the wrapper would.
     step._wrapped_by_lr_sched = True  # pyright: ignore[reportFunctionMemberAccess]
     operator.register_root(step)
@@ -150,7 +145,7 @@ class FlashOptimizer(torch.optim.Optimizer):
         self._opt_called = True
         return tracing.numbers_in_graph(self, group, rule)
 
-    _step_watched = torch.optim.Optimizer.profile_hook_step(_step)
+    _step_watched = torch.optim.Optimizer.profile_hook_step(_step) if probes.WRAPPER.is_open() else _step
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, or with `set_to_none=False` set them to zero."""
@@ -245,14 +240,3 @@ class FlashOptimizer(torch.optim.Optimizer):
         self.handle = operator.new_handle(self)
         super().__setstate__(state)
         self.rules = [self.rule_of(group) for group in self.param_groups]
-
-
-def is_watched(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a hook or a profiler is to know of a step."""
-    return bool(
-        profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
-        or optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
-    )

@@ -81,13 +81,15 @@ def state_of(optimizer: Stepped, group: Group, name: str, parameter: Tensor) -> 
     return optimizer.state[parameter]
 
 
-def trained(optimizer: Stepped, make: bool = True) -> Iterator[Trained]:
+def trained(optimizer: Stepped, make: bool = True) -> list[Trained]:
     """Every parameter to be trained, its state made if need be."""
+    found: list[Trained] = []
     for position, group in enumerate(optimizer.param_groups):
         for name, parameter in named(position, group):
             if is_trained(parameter):
                 state = state_of(optimizer, group, name, parameter) if make else optimizer.state.get(parameter, {})
-                yield Trained(group, name, parameter, state)
+                found.append(Trained(group, name, parameter, state))
+    return found
 
 
 def gradient(parameter: Tensor) -> Tensor:

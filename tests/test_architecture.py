@@ -15,23 +15,16 @@ ORDER: dict[str, list[str]] = {
     "quant": ["ulp", "format", "rows", "dither", "split", "compand", "grouped", "bounds"],
     "flashopt_compile": [
         *("rule", "rules", "engine", "inductor", "distributed", "options", "checkpoint", "inspection"),
-        *(
-            "stepping",
-            "tracing",
-            "optimizer",
-            "optimizers",
-            "checkpoint.archive",
-            "kernels",
-            "commands",
-            "cli",
-            "__main__",
-        ),
+        *("stepping", "tracing", "optimizer", "optimizers", "checkpoint.archive"),
+        *("kernels", "commands", "cli", "__main__"),
     ],
     "flashopt_compile.rules": ["adam", "adamw", "lion", "sgd"],
     "flashopt_compile.engine": [
         *("storage", "step", "numbers", "layout", "kernel", "pack", "calls", "planner", "plan"),
     ],
-    "flashopt_compile.inductor": ["tiles", "gcc", "bind", "example", "transpose", "compile", "operator"],
+    "flashopt_compile.inductor": [
+        *("versions", "probes", "tiles", "gcc", "bind", "example", "transpose", "compile", "operator"),
+    ],
     "flashopt_compile.distributed": ["shards"],
     "flashopt_compile.checkpoint": ["values", "plain", "flashoptim", "foreign", "states", "weights", "file", "archive"],
     "flashopt_compile.inspection": ["memory", "numerics"],

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -97,19 +98,33 @@ def test_an_invalid_shape_is_refused(capsys: pytest.CaptureFixture[str]):
     assert "is '4096,x'; allowed are whole numbers" in capsys.readouterr().err
 
 
-def test_other_versions_are_refused_not_guessed_at(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setitem(pretend.CHECKED, "torch", "2.9")
+def test_the_triton_of_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setitem(pretend.TRITONS, pretend._minor(torch.__version__), "3.1")
     assert cli.main(["kernels"]) == 2
     error = capsys.readouterr().err
-    assert "torch is 2.13.0" in error and "checked with torch 2.9 only" in error
-    monkeypatch.setitem(pretend.CHECKED, "torch", "2.1")  # 2.13 is not 2.1
+    found = metadata.version("triton")
+    assert f"triton is {found}" in error and "checked with triton 3.1 for torch" in error
     with pytest.raises(pretend.UncheckedVersion):
         emit(sgd.sgd)
 
 
+def test_an_unknown_torch_may_have_any_triton(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pretend, "TRITONS", {})
+    assert emit(sgd.sgd, shapes=[(64, 64)]).kernels
+
+
+def test_what_a_new_torch_lacks_is_named_in_one_sentence(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr("torch._inductor.scheduler.has_triton")
+    with pytest.raises(pretend.UncheckedVersion, match=r"cannot be made to believe in a GPU.*has_triton"):
+        emit(sgd.sgd)
+
+
 def test_the_error_for_a_missing_triton_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pretend, "CHECKED", {"no-such-package": "1.0"})
-    with pytest.raises(pretend.UncheckedVersion, match=r"not installed; .* pip install 'flashopt-compile\[kernels\]'"):
+    def missing(package: str) -> str:
+        raise metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    with pytest.raises(pretend.UncheckedVersion, match=r"triton is not installed; .* pip install 'triton==3\.\d\.\*'"):
         pretend.check_versions()
 
 

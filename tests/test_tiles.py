@@ -13,7 +13,7 @@ from training import assert_identical, parameters, stored, train
 
 from flashopt_compile import FlashAdamW, FlashOptimizer, FlashSGD
 from flashopt_compile.inductor import compile as inductor
-from flashopt_compile.inductor import gcc, tiles
+from flashopt_compile.inductor import gcc, probes, tiles
 from flashopt_compile.inductor.tiles import TILE_ELEMENTS, InTiles
 
 pytestmark = pytest.mark.skipif(not gcc.loops_for_gcc(), reason="only what gcc vectorizes is in tiles")
@@ -160,7 +160,7 @@ def test_a_step_that_is_not_in_tiles_gives_the_same_bits(monkeypatch: pytest.Mon
 
     ours = run()
     monkeypatch.setattr("flashopt_compile.inductor.tiles._common_loops", lambda loops: None)
-    monkeypatch.setattr(inductor, "_told", set())
+    monkeypatch.setattr(probes, "_told", set())
     with pytest.warns(RuntimeWarning, match="none of its inputs"):  # the loops' temporaries
         assert_identical(run(), ours)
 

@@ -10,7 +10,7 @@ import torch
 
 from flashopt_compile.commands.table import phases, table
 from flashopt_compile.kernels.emit import emit
-from flashopt_compile.kernels.pretend import CHECKED, check_versions
+from flashopt_compile.kernels.pretend import check_versions
 from flashopt_compile.kernels.report import HEAD, Row, keep, report
 from flashopt_compile.kernels.targets import TARGETS, targets_of
 from flashopt_compile.optimizer import FlashOptimizer
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     rule = rule_of(options.optimizer)
     if options.parameters < 1:
         raise ValueError(f"--parameters is {options.parameters}; allowed is at least 1.")
-    check_versions()
+    installed = check_versions()
     rows: list[Row] = []
     names = [f"{rule.name} for {target.name}, emitted and compiled" for target in targets]
     for target, _ in zip(targets, phases("kernels", names), strict=True):
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps([row.figures() for row in rows], indent=2))
         return 0
-    versions = ", ".join(f"{package} {version}" for package, version in CHECKED.items())
+    versions = ", ".join(f"{package} {version}" for package, version in installed.items())
     print(f"{emitted.step}; {options.parameters} × {options.shape}; {versions}; bytes per element")
     print(table([HEAD, *(row.cells() for row in rows)]))
     return 0

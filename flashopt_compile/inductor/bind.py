@@ -123,6 +123,8 @@ def find(
             raise Unbound(f"its C++ function takes {type(each).__name__} that is none of its inputs")
     if found.count(1) != 1 or 0 not in found:
         raise Unbound("its C++ function does not take head and gradient once")
+    if not {"rows", "count", "stride"} <= set(found):
+        raise Unbound("its C++ function is for blocks of one size")
     return Found(function, found)
 
 

@@ -27,13 +27,11 @@ from flashopt_compile.engine.kernel import (
 from flashopt_compile.engine.layout import Block, Layout, Part
 from flashopt_compile.engine.planner import Item, Planner
 from flashopt_compile.engine.step import Numbers, Place, Step, Table
-from flashopt_compile.inductor import bind, example, gcc, transpose
+from flashopt_compile.inductor import bind, example, gcc, probes, transpose
 
 OPTIONS: dict[str, Any] = {
     "size_asserts": False,  # what we have made ourselves needs no checks
 }
-# Dynamo need not check a frozen `Step`, nor what it consists of, beside its tensors.
-GUARDS: dict[str, Any] = {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
 # Whatever is not shared by a whole group is computed anew where it is needed: what Inductor would store between
 # loops instead, up to four bytes an element each, costs more to write and read back. See docs/performance.md.
 CPU_OPTIONS = {**OPTIONS, "realize_opcount_threshold": 1000, "realize_reads_threshold": 1000}
@@ -46,7 +44,6 @@ MOST_KERNELS = 256
 _numbers_of_kernels = count()
 _kernels: "OrderedDict[tuple[Any, ...], Any]" = OrderedDict()  # compiled in this process, the latest used last
 _compiling = threading.RLock()
-_told: set[str] = set()
 
 
 def kernel(step: Step, grad_dtype: torch.dtype, device: torch.device, numbers: Numbers) -> Kernel:
@@ -57,7 +54,7 @@ def kernel(step: Step, grad_dtype: torch.dtype, device: torch.device, numbers: N
     if not works_in_blocks(device):
         return WholeKernel(step)
     threads = torch.get_num_threads()  # Inductor writes code for so many
-    key = step, grad_dtype, device, threads, *_permission()
+    key = step, grad_dtype, device, threads, *probes.permission()
     return _remembered(key, lambda: _block_kernel(step, grad_dtype, device, numbers))
 
 
@@ -96,13 +93,15 @@ def compile_in_place(step: Step, **options: Any) -> Callable[..., None]:
             step(tensors, t, place, numbers)
 
     _give_own_code(kernel, step)
-    return torch.compile(kernel, fullgraph=True, options={**GPU_OPTIONS, **GUARDS, **options})
+    return torch.compile(
+        kernel, fullgraph=True, options={**probes.known({**GPU_OPTIONS, **options}), **probes.guards()}
+    )
 
 
 def mark_rows(tensor: Tensor) -> None:
     """Have Dynamo not bake in how many rows and groups there are, only how long a group is."""
     for dim in range(max(1, tensor.dim() - 1)):
-        torch._dynamo.maybe_mark_dynamic(tensor, dim)
+        probes.mark_dynamic(tensor, dim)
 
 
 @dataclass(frozen=True)
@@ -165,7 +164,7 @@ class BoundKernel:
         form = transpose.form_of(target.shape, target.stride(), source.stride())
         if form is None:
             return copies([target], [source])
-        key = transpose, target.dtype, torch.get_num_threads(), *_permission()
+        key = transpose, target.dtype, torch.get_num_threads(), *probes.permission()
         found = _remembered(key, lambda: _transposition(target.dtype))
         return copies([target], [source]) if found is None else [found.operation(form, target, source)]
 
@@ -184,57 +183,99 @@ def _remembered(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
 def _block_kernel(step: Step, grad_dtype: torch.dtype, device: torch.device, numbers: Numbers) -> Kernel:
     """The bound kernel of a step; failing that, the compiled step; failing that, the step itself."""
     try:
-        if _permission()[0]:
+        if probes.permission()[0]:
             raise bind.NotCompiled("torch.compile is switched off, as TORCH_COMPILE_DISABLE=1 does")
         _import_inductor()
-        return _bound_kernel(step, grad_dtype, device, numbers)
-    except bind.NotCompiled as error:
-        return _uncompiled(step, error)
-    except bind.Unbound as error:
-        reason = str(error)
+        return _compiled_kernel(step, grad_dtype, device, numbers)
     except Exception as error:
         return _uncompiled(step, error)
+
+
+def _compiled_kernel(step: Step, grad_dtype: torch.dtype, device: torch.device, numbers: Numbers) -> Kernel:
+    """The kernel in tiles if it gives the plain bits; or else the plain kernel, bound if possible.
+
+    Plain bits are those of the uncompiled step. If a kernel's differ, it may be because torch's own functions round
+    otherwise than compiled ones, so the plain kernel decides.
+    """
+    given = step, grad_dtype, device, numbers
+    tiled, why, why_not = None, "", probes.BINDING.fault()
+    if why_not is None:
+        try:
+            if for_gcc := gcc.loops_for_gcc():
+                tiled, why = _try_to_bind(*given, for_gcc)
+        except bind.NotCompiled:
+            raise
+        except Exception as error:  # no compiler can be found
+            why = probes.reason_of(error)
+        if tiled is not None and example.agree(tiled, eager(step), *given):
+            return tiled
+    plain: Kernel | None = None
+    if why_not is None:
+        plain, why_not = _try_to_bind(*given, {})
+    plain = plain or _computing_kernel(*given)
+    if tiled is not None:
+        if example.agree(tiled, plain, *given):
+            return tiled
+        why = "they give other bits than the plain compiled step"
+    if why and why != why_not:
+        probes.TILES.close(why)
+    elif why_not and not probes.COMPILER.fault() and not probes.TILES.fault():
+        probes.BINDING.close(why_not)
+    return plain
+
+
+def _try_to_bind(
+    step: Step, grad_dtype: torch.dtype, device: torch.device, numbers: Numbers, for_gcc: dict[str, Any]
+) -> tuple[BoundKernel | None, str]:
+    """A bound kernel, or why there is none: whatever fails in the private parts of an unknown torch has a way round."""
     try:
-        compiled = _computing(step)
-        given = example.of(step, grad_dtype, device, numbers, step.storage.group_size, example.LARGE)
-        compiled(given.tensors, given.t, given.place, given.numbers)
+        return _bound_kernel(step, grad_dtype, device, numbers, for_gcc), ""
+    except bind.NotCompiled:
+        raise
     except Exception as error:
-        return _uncompiled(step, error)
-    text = f"the compiled step of {step.rule.name} is called through Dynamo, as {reason}; that takes longer"
-    _tell(f"bound {reason}", text)
-    return ComputedKernel(compiled, step.storage.group_size)
+        return None, str(error) if isinstance(error, bind.Unbound) else probes.reason_of(error)
 
 
-def _bound_kernel(step: Step, grad_dtype: torch.dtype, device: torch.device, numbers: Numbers) -> Kernel:
-    for_gcc = gcc.loops_for_gcc()
+def _bound_kernel(
+    step: Step, grad_dtype: torch.dtype, device: torch.device, numbers: Numbers, for_gcc: dict[str, Any]
+) -> BoundKernel:
     size = step.storage.group_size
     width = size * gcc.groups_per_row(size) if for_gcc else size
     written = replace(step, for_gcc=bool(for_gcc))
-    noting = bind.Noting({**CPU_OPTIONS, **(for_gcc or gcc.wide_vectors())})
+    noting = bind.Noting({**probes.known(CPU_OPTIONS), **(for_gcc or gcc.wide_vectors())})
 
     def kernel(tensors: Sequence[Tensor], t: Tensor, place: Place, numbers: Numbers) -> None:
         written(tensors, t, place, numbers)
 
     _give_own_code(kernel, step)
-    compiled = torch.compile(kernel, backend=noting, fullgraph=True, options=GUARDS)
+    compiled = torch.compile(kernel, backend=noting, fullgraph=True, options=probes.guards())
     given = example.of(written, grad_dtype, device, numbers, width, example.SMALL if for_gcc else example.LARGE)
     found = bind.find(compiled, noting, given.sizes, given.tensors, given.t, given.place, given.numbers)
     example.check(compiled, found, written, grad_dtype, device, numbers, width)
     return BoundKernel(found, width)
 
 
+def _computing_kernel(step: Step, grad_dtype: torch.dtype, device: torch.device, numbers: Numbers) -> Kernel:
+    """The compiled step, called through Dynamo. Raises whatever forbids torch to compile."""
+    compiled, size = _computing(step), step.storage.group_size
+    given = example.of(step, grad_dtype, device, numbers, size, example.LARGE)
+    compiled(given.tensors, given.t, given.place, given.numbers)
+    return ComputedKernel(compiled, size)
+
+
 def _transposition(dtype: torch.dtype) -> transpose.Transposition | None:
     """The bound copy between memory orders; None where there is none, and torch's own is used."""
-    noting = bind.Noting({**OPTIONS, **gcc.wide_vectors()})
+    noting = bind.Noting({**probes.known(OPTIONS), **gcc.wide_vectors()})
 
     def kernel(target: Tensor, source: Tensor) -> None:
         transpose.copy(target, source)
 
+    if probes.BINDING.fault() is not None:
+        return None
     try:
         return transpose.find(torch.compile(kernel, backend=noting, fullgraph=True), noting, dtype)
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
-        _tell("transposition", f"weights that are transposed or channels_last are copied by torch, as {reason}; slower")
+        probes.TRANSPOSITION.close(str(error) if isinstance(error, bind.Unbound) else probes.reason_of(error))
         return None
 
 
@@ -245,7 +286,7 @@ def _computing(step: Step) -> Callable[..., Sequence[Tensor]]:
         return step.compute(tensors, t, place, numbers)[0]
 
     _give_own_code(kernel, step)
-    compiled = torch.compile(kernel, fullgraph=True, options={**CPU_OPTIONS, **GUARDS})
+    compiled = torch.compile(kernel, fullgraph=True, options={**probes.known(CPU_OPTIONS), **probes.guards()})
 
     def compute(tensors: Sequence[Tensor], t: Tensor, place: Place, numbers: Numbers) -> Sequence[Tensor]:
         # Copies in one long row: Dynamo tells views, strides and single rows apart, and would compile for each.
@@ -264,20 +305,12 @@ def _computing(step: Step) -> Callable[..., Sequence[Tensor]]:
 
 
 def _uncompiled(step: Step, error: Exception) -> Kernel:
-    cause: BaseException = error
-    while (inner := getattr(cause, "inner_exception", None) or cause.__cause__) is not None:
-        cause = inner
-    lines = str(cause).strip().splitlines() or [""]
-    text = "torch.compile cannot be used here ({}: {}); steps run eagerly, with the same results, some 30 times slower"
-    _tell(f"compiled {type(cause).__name__}", text.format(type(cause).__name__, lines[0].rstrip(".:")))
+    reason = probes.reason_of(error)
+    text = (
+        f"torch.compile cannot be used here ({reason}); steps run eagerly, with the same results, some 30 times slower"
+    )
+    probes.tell(f"compiled {reason.partition(':')[0]}", text)
     return eager(step)
-
-
-def _permission() -> tuple[Any, ...]:
-    """Whether torch may compile: what was decided for one answer is not for another."""
-    dynamo = importlib.import_module("torch._dynamo")
-    stance = getattr(getattr(dynamo.eval_frame, "_stance", None), "stance", None)
-    return getattr(dynamo.config, "disable", False), stance
 
 
 @cache
@@ -286,13 +319,6 @@ def _import_inductor() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module("torch._inductor.compile_fx")
-
-
-def _tell(topic: str, text: str) -> None:
-    """Warn of a topic, once in a process."""
-    if topic not in _told:
-        _told.add(topic)
-        warnings.warn(f"flashopt_compile: {text}.", RuntimeWarning, stacklevel=2)
 
 
 def _give_own_code(kernel: FunctionType, step: Step) -> None:

@@ -2,19 +2,23 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashopt_compile.engine.kernel import run_at_once
+from flashopt_compile.engine.kernel import Kernel, run_at_once
 from flashopt_compile.engine.layout import Block, Layout, Tables
 from flashopt_compile.engine.numbers import flat
 from flashopt_compile.engine.step import Numbers, Place, Step
+from flashopt_compile.inductor import probes
 from flashopt_compile.inductor.bind import Found, Unbound
 
 # Rows, and pieces in each. Inductor decides by the number of elements whether to use threads; tiles always do.
 SMALL, LARGE = (6, 37), (64, 2053)
+# Of the rows by which kernels are compared: as many groups as pieces of any width may consist of, 37 times.
+ROWS, GROUPS = 3, 37 * 16
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,8 @@ def of(
     assert place.table is not None
     for tensor in (*tensors, place.table.rows):
         for dim in (0, 1) if tensor.dim() == 3 else (0,):
-            torch._dynamo.maybe_mark_dynamic(tensor, dim)
-    torch._dynamo.maybe_mark_dynamic(place.table.groups, 0)
+            probes.mark_dynamic(tensor, dim)
+    probes.mark_dynamic(place.table.groups, 0)
     sizes = {"rows": rows, "count": pieces, "stride": stride, "scale_stride": scale_stride}
     return Example(tensors, t, place, own, sizes)
 
@@ -104,11 +108,39 @@ def check(
                 raise Unbound(f"its C++ function, called directly, gives other bits of tensor {number} for {what}")
 
 
-def _fill(tensor: Tensor, random: torch.Generator) -> None:
-    """Write numbers as they occur: floats about zero, any codes."""
+def agree(
+    one: Kernel, other: Kernel, step: Step, grad_dtype: torch.dtype, device: torch.device, numbers: Numbers
+) -> bool:
+    """Whether two kernels of a step, which may take pieces of other widths, make the same bits of the same numbers."""
+    results = (_result(kernel, step, grad_dtype, device, numbers) for kernel in (one, other))
+    return all(map(torch.equal, *results))
+
+
+def _result(
+    kernel: Kernel, step: Step, grad_dtype: torch.dtype, device: torch.device, numbers: Numbers
+) -> list[Tensor]:
+    """The bytes of all that a kernel has made of random rows.
+
+    Numbers beside head and gradient are positive: the bits of NaN, as of roots, may differ from compiler to compiler.
+    """
+    random, lowest = torch.Generator("cpu").manual_seed(1), chain([-2.0, -2.0], repeat(0.01))
+    shape = ROWS, GROUPS * step.storage.group_size // kernel.width
+    given = of(
+        *(step, grad_dtype, device, _sample_numbers(numbers), kernel.width, shape),
+        lambda tensor: _fill(tensor, random, next(lowest)),
+    )
+    block = Block(
+        given.tensors[2:], given.place, (*shape, kernel.width), given.sizes["stride"], given.sizes["scale_stride"]
+    )
+    run_at_once(kernel.bind(block, given.t, given.numbers)(*given.tensors[:2]))
+    return [tensor.contiguous().view(torch.uint8).flatten() for tensor in given.tensors]
+
+
+def _fill(tensor: Tensor, random: torch.Generator, lowest: float = -0.1) -> None:
+    """Write numbers as they occur: floats from `lowest` on, any codes."""
     shape = tensor.shape
     if tensor.is_floating_point():
-        tensor.copy_(torch.randn(shape, generator=random, dtype=torch.float32, device="cpu").abs_().sub_(0.1))
+        tensor.copy_(torch.randn(shape, generator=random, dtype=torch.float32, device="cpu").abs_().add_(lowest))
     else:
         info = torch.iinfo(tensor.dtype)
         low = max(info.min + 1, 1 - info.max)

@@ -8,11 +8,10 @@ import sys
 from functools import cache
 from typing import Any
 
-import torch
+from flashopt_compile.inductor import probes
 
 # torch._inductor is imported where it is needed: it takes a second, and compiling imports it anyway.
 
-TILED_TORCH = "2.13."  # whose Inductor `tiles` has been tried with
 GCC_FLAGS = (
     # Inductor's flags turn the first off; roots that set errno, and loads moved to the end of a loop, prevent vectors.
     "-ftree-loop-vectorize -fno-math-errno -fno-tree-pre "
@@ -41,9 +40,11 @@ def loops_for_gcc() -> dict[str, Any]:
 
     Extra flags ride in `cpp.march`, which Inductor appends last.
     """
+    if sys.platform != "linux" or not probes.COMPILER.is_open():
+        return {}
     from torch._inductor import config, cpp_builder
 
-    if sys.platform != "linux" or not torch.__version__.startswith(TILED_TORCH) or not cpp_builder.is_gcc():
+    if not cpp_builder.is_gcc() or not probes.TILES.is_open():
         return {}
     from flashopt_compile.inductor.tiles import InTiles
 
@@ -61,9 +62,12 @@ def wide_vectors() -> dict[str, str]:
 
     Inductor has no option for more flags, but one whose text is put among them.
     """
+    if not probes.COMPILER.is_open():
+        return {}
     from torch._inductor import config
 
-    contract = config.cpp.enable_floating_point_contract_flag
+    option = "cpp.enable_floating_point_contract_flag"
+    contract = getattr(config, option, None)
     if not isinstance(contract, str) or _vector_bits() != 512:
         return {}
-    return {"cpp.enable_floating_point_contract_flag": f"{contract} -mprefer-vector-width=512"}
+    return probes.known({option: f"{contract} -mprefer-vector-width=512"})

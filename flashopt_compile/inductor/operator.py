@@ -13,6 +13,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from flashopt_compile.inductor import probes
+
 
 class Owner(Protocol):
     """An optimizer whose steps can be operators."""
@@ -60,14 +62,15 @@ def is_alone() -> bool:
 
     Where Dynamo does not tell, no: a step among other operations is right everywhere.
     """
+    if not probes.FRAMES.is_open():
+        return False
     try:
-        from torch._dynamo.symbolic_convert import InstructionTranslator
-
-        frame: Any = InstructionTranslator.current_tx()
+        frame: Any = probes.FRAMES.needs[0].find()()
         while frame.parent is not None:
             frame = frame.parent
         return frame.f_code in _roots
-    except (ImportError, AttributeError):
+    except AttributeError as error:
+        probes.FRAMES.close(str(error))
         return False
 
 

@@ -46,6 +46,8 @@ _BY_POINTER = re.compile(r"= (\w+)\.get\(\);")
 _APART = (15485863, 1299709, 1)
 # Loops over fewer elements are over the groups of a piece: they and the loop over pieces are one, long enough for gcc.
 _LEAST_ELEMENTS = 8
+# What Inductor is told them in: a tuple until torch 2.14 or so.
+_CONSTRAINTS: Any = getattr(ir, "ExtraIndexingConstraints", lambda *constraints: constraints)
 
 
 class InTiles(CustomSchedulerPass):
@@ -84,8 +86,8 @@ def _keep_loops_apart(node: Any) -> None:
         strides, last = list(_APART[: len(variables)]), body.var_ranges[variables[-1]]
         if len(variables) == len(_APART) and last.is_Integer and last < _LEAST_ELEMENTS:
             strides[1] = int(last)
-        index = sum((v * s for v, s in zip(variables, strides, strict=True)), sympy.Integer(0))
-        node.recompute_size_and_body((body.var_ranges, [index]))
+        terms = (variable * stride for variable, stride in zip(variables, strides, strict=True))
+        node.recompute_size_and_body(_CONSTRAINTS(body.var_ranges, [sum(terms, sympy.Integer(0))]))
 
 
 class TiledScheduling(cpp.CppScheduling):

@@ -1,7 +1,7 @@
 """Make Inductor believe in an absent GPU, so that it writes Triton code on any machine.
 
-Everything here uses torch's private interfaces. It was checked with the versions in `CHECKED` and refuses others.
-Training code imports none of it.
+Everything here uses torch's private interfaces. It was checked with each torch in `TRITONS` and the triton that belongs
+to it. Training code imports none of it.
 """
 
 import contextlib
@@ -20,41 +20,54 @@ import torch
 
 from flashopt_compile.kernels.targets import Target
 
-CHECKED = {"torch": "2.13", "triton": "3.8"}
+# The triton that belongs to each torch.
+TRITONS = {"2.11": "3.6", "2.12": "3.7", "2.13": "3.8", "2.14": "3.8", "2.15": "3.9"}
 # Positions in c10::DeviceType.
 _DEVICE_TYPES = {"cuda": 1, "xpu": 12, "meta": 14}
 
 
 class UncheckedVersion(ImportError):
-    """The patches were not checked with the installed versions."""
+    """The patches do not fit the installed torch and triton."""
 
 
-def check_versions() -> None:
-    """Raise UncheckedVersion unless the patches were checked with the installed torch and triton."""
-    for package, checked in CHECKED.items():
-        try:
-            found = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            raise UncheckedVersion(
-                f"{package} is not installed; kernels are checked with {package} {checked}: "
-                "pip install 'flashopt-compile[kernels]'."
-            ) from None
-        if not f"{found}.".startswith(f"{checked}."):
-            raise UncheckedVersion(
-                f"{package} is {found}; writing and compiling kernels without a GPU was checked with {package} "
-                f"{checked} only."
-            )
+def check_versions() -> dict[str, str]:
+    """The installed versions, by package. Raise UncheckedVersion if triton is missing, or belongs to another torch."""
+    found = {"torch": torch.__version__.partition("+")[0]}
+    expected = TRITONS.get(_minor(found["torch"]))
+    try:
+        found["triton"] = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        install = "triton" if expected is None else f"'triton=={expected}.*'"
+        raise UncheckedVersion(
+            f"triton is not installed; with torch {found['torch']} it is added by pip install {install} numpy tqdm."
+        ) from None
+    if expected not in (None, _minor(found["triton"])):
+        raise UncheckedVersion(
+            f"triton is {found['triton']}; writing and compiling kernels without a GPU was checked with triton "
+            f"{expected} for torch {found['torch']}."
+        )
+    return found
+
+
+def _minor(version: str) -> str:
+    """A version without what comes after its second number."""
+    return ".".join(version.split(".")[:2])
 
 
 @contextlib.contextmanager
 def gpu(target: Target) -> Iterator[None]:
     """Within, `torch.compile` of fake tensors on `target.device` writes code for `target`."""
-    check_versions()
-    interface = importlib.import_module("torch._dynamo.device_interface")
-    properties = importlib.import_module("torch._inductor.runtime.hints").DeviceProperties
+    found = check_versions()
     with contextlib.ExitStack() as stack:
-        for patch in (_device_answers, _platform, _triton_is_there, _no_execution, _device_guard):
-            stack.enter_context(patch(target))
+        try:
+            interface = importlib.import_module("torch._dynamo.device_interface")
+            properties = importlib.import_module("torch._inductor.runtime.hints").DeviceProperties
+            for patch in (_device_answers, _platform, _triton_is_there, _no_execution, _device_guard):
+                stack.enter_context(patch(target))
+        except (ImportError, AttributeError) as error:
+            raise UncheckedVersion(
+                f"torch {found['torch']} cannot be made to believe in a GPU, as it was changed: {error}."
+            ) from error
 
         def forget() -> None:
             properties.create.cache_clear()
