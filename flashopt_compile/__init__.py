@@ -1,5 +1,6 @@
 """Drop-in PyTorch optimizers that train with 7 bytes per parameter, every step compiled from pure PyTorch."""
 
+from flashopt_compile.cast import CastReport, cast_model
 from flashopt_compile.checkpoint.file import load, save
 from flashopt_compile.checkpoint.flashoptim import flashoptim_state_dict
 from flashopt_compile.inspection.numerics import Health, NumericsError
@@ -11,6 +12,7 @@ from quant import ROOT8, SIGNED8, compute_ecc_bits, dequantize, quantize, recons
 __all__ = [
     "ROOT8",
     "SIGNED8",
+    "CastReport",
     "FlashAdam",
     "FlashAdamW",
     "FlashLion",
@@ -20,6 +22,7 @@ __all__ = [
     "Health",
     "Moved",
     "NumericsError",
+    "cast_model",
     "compute_ecc_bits",
     "debias",
     "dequantize",

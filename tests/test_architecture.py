@@ -15,7 +15,8 @@ ORDER: dict[str, list[str]] = {
     "quant": ["ulp", "format", "rows", "dither", "split", "compand", "grouped", "bounds"],
     "flashopt_compile": [
         *("rule", "rules", "engine", "inductor", "distributed", "options", "checkpoint", "inspection"),
-        *("stepping", "optimizer", "optimizers", "checkpoint.archive", "kernels", "commands", "cli", "__main__"),
+        *("stepping", "cast", "optimizer", "optimizers", "checkpoint.archive"),
+        *("kernels", "commands", "cli", "__main__"),
     ],
     "flashopt_compile.rules": ["adam", "adamw", "lion", "sgd"],
     "flashopt_compile.engine": [
