@@ -3,11 +3,14 @@
 from flashopt_compile.cast import CastReport, cast_model
 from flashopt_compile.checkpoint.file import load, save
 from flashopt_compile.checkpoint.flashoptim import flashoptim_state_dict
+from flashopt_compile.checkpoint.states import library_version
 from flashopt_compile.inspection.numerics import Health, NumericsError
 from flashopt_compile.optimizer import FlashOptimizer
 from flashopt_compile.optimizers import FlashAdam, FlashAdamW, FlashLion, FlashSGD, FlashSGDW
 from flashopt_compile.rule import Moved, debias, ema, number, rule, unbias
 from quant import ROOT8, SIGNED8, compute_ecc_bits, dequantize, quantize, reconstruct_fp32_param
+
+__version__ = library_version()
 
 __all__ = [
     "ROOT8",
@@ -22,6 +25,7 @@ __all__ = [
     "Health",
     "Moved",
     "NumericsError",
+    "__version__",
     "cast_model",
     "compute_ecc_bits",
     "debias",

@@ -191,13 +191,13 @@ class FlashOptimizer(torch.optim.Optimizer):
         return weights.get_fp32(self, model, sharded)
 
     def set_fp32_model_state_dict(
-        self, model: torch.nn.Module, state_dict: dict[str, Any], strict: bool = True
+        self, model: torch.nn.Module, fp32_state_dict: dict[str, Any], strict: bool = True
     ) -> None:
         """Set the model's weights from fp32, keeping what 16-bit heads round away; on an error nothing changes.
 
         For sharded parameters the values may be whole or DTensors.
         """
-        weights.set_fp32(self, model, state_dict, strict)
+        weights.set_fp32(self, model, fp32_state_dict, strict)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "eager": self.eager, "dtypes": self.dtypes}

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -102,3 +102,14 @@ def check_same_shape(argument: str, tensor: Tensor, other: str, reference: Tenso
         raise ValueError(
             f"{argument} has shape {tuple(tensor.shape)}; it must equal that of {other}, {tuple(reference.shape)}."
         )
+
+
+def check_out(argument: str, out: Any, shape: tuple[int, ...], dtypes: Collection[torch.dtype]) -> None:
+    """Raise TypeError or ValueError unless results of `shape` can be written to `out`, or it is None."""
+    if out is None:
+        return
+    if not isinstance(out, Tensor):
+        raise TypeError(f"{argument} is {out!r}; allowed is None or a tensor to write to.")
+    check_dtype(argument, out.dtype, dtypes)
+    if tuple(out.shape) != shape:
+        raise ValueError(f"{argument} has shape {tuple(out.shape)}; expected is {shape}.")
