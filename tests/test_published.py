@@ -19,9 +19,7 @@ from flashopt_compile import (
     FlashAdamW,
     FlashOptimizer,
     FlashSGD,
-    compute_ecc_bits,
     flashoptim_state_dict,
-    reconstruct_fp32_param,
 )
 from flashopt_compile.checkpoint.flashoptim import VERSIONS
 
