@@ -13,7 +13,7 @@ from torch.optim.optimizer import (
 )
 
 from flashopt_compile import stepping
-from flashopt_compile.checkpoint import states, weights
+from flashopt_compile.checkpoint import flashoptim, states, weights
 from flashopt_compile.distributed import shards
 from flashopt_compile.engine.plan import Plan
 from flashopt_compile.engine.storage import Storage, storage_of
@@ -22,6 +22,7 @@ from flashopt_compile.inspection.memory import memory
 from flashopt_compile.options import (
     STORAGE_OPTIONS,
     check_flag,
+    check_keys,
     check_options,
     check_parameter,
     check_shards,
@@ -74,7 +75,8 @@ class FlashOptimizer(torch.optim.Optimizer):
         if isinstance(params, set):
             raise TypeError(f"{owner}: params is a set, whose order differs from run to run; allowed is a list.")
         params = [params] if isinstance(params, Tensor) else list(params)
-        options = check_torch_options(owner, param_group)
+        options = flashoptim.given_options(owner, check_torch_options(owner, param_group))
+        check_keys(owner, options, self.hyper)
         group = {**self.defaults, **options}
         check_options(owner, group, self.hyper)
         if self.decays_by_penalty and group["decouple_lr"]:

@@ -62,6 +62,11 @@ class WeightFormat(Format, Protocol):
         """Parts → how far apart the values are that can be stored about the one held."""
         ...
 
+    @property
+    def dithered_share(self) -> float:
+        """How much of `resolution` dither still resolves on average; all of it for weights that are not dithered."""
+        ...
+
 
 @dataclass(frozen=True)
 class Raw:
@@ -72,6 +77,7 @@ class Raw:
     """
 
     names = ("value",)
+    dithered_share = 1.0
 
     def parts(self, shape: tuple[int, ...]) -> dict[str, Part]:
         return {"value": Part(shape, torch.float32)}

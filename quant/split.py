@@ -123,6 +123,11 @@ class Split:
         return spacing(head.to(torch.float32), self.narrow) * (0.5 / self.levels)
 
     @property
+    def dithered_share(self) -> float:
+        """The last bit of the noise; beside large codes of 15 bits fp32 ends earlier."""
+        return 2.0**-WEIGHT_NOISE_BITS
+
+    @property
     def _codes(self) -> float:
         """How many codes make half the power of two at or below a head."""
         return self.levels * 2.0 ** (self.narrow.significand_bits - 1)
@@ -173,6 +178,11 @@ class Rounded:
 
     def resolution(self, head: Tensor) -> Tensor:
         return spacing(head.to(torch.float32), self.narrow)
+
+    @property
+    def dithered_share(self) -> float:
+        """The last bit of the noise or, where it ends earlier, of the fp32 count it is added to."""
+        return 2.0 ** -min(WEIGHT_NOISE_BITS, 24 - self.narrow.significand_bits)
 
 
 def compute_ecc_bits(fp32_param: Tensor, narrow_param: Tensor, master_bytewidth: int = 4) -> Tensor:

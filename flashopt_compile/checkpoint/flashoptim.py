@@ -66,6 +66,16 @@ def read_options(group: Group) -> Group:
     return {**known, "master_weight_bits": BITS[group[BYTEWIDTH]]}
 
 
+def given_options(owner: str, group: Group) -> Group:
+    """A parameter group's options as a user gives them, under our names."""
+    if BYTEWIDTH in group and "master_weight_bits" in group:
+        raise ValueError(f"{owner}: {BYTEWIDTH} and master_weight_bits are both given; allowed is one of them.")
+    try:
+        return read_options(group)
+    except ValueError as error:
+        raise ValueError(f"{owner}: {error}.") from None
+
+
 def _decode(name: str, codes: Any, scales: Any, shape: tuple[int, ...]) -> Tensor:
     groups = (-(-math.prod(shape) // GROUP_SIZE),)
     if not is_tensor(codes, shape) or codes.dtype not in COMPANDERS:
