@@ -3,17 +3,22 @@
 from flashopt_compile.inductor import versions  # noqa: F401  # before what other versions of torch lack is imported
 
 # isort: split
+from flashopt_compile.cast import CastReport, cast_model
 from flashopt_compile.checkpoint.file import load, save
 from flashopt_compile.checkpoint.flashoptim import flashoptim_state_dict
+from flashopt_compile.checkpoint.states import library_version
 from flashopt_compile.inspection.numerics import Health, NumericsError
 from flashopt_compile.optimizer import FlashOptimizer
 from flashopt_compile.optimizers import FlashAdam, FlashAdamW, FlashLion, FlashSGD, FlashSGDW
 from flashopt_compile.rule import Moved, debias, ema, number, rule, unbias
 from quant import ROOT8, SIGNED8, compute_ecc_bits, dequantize, quantize, reconstruct_fp32_param
 
+__version__ = library_version()
+
 __all__ = [
     "ROOT8",
     "SIGNED8",
+    "CastReport",
     "FlashAdam",
     "FlashAdamW",
     "FlashLion",
@@ -23,6 +28,8 @@ __all__ = [
     "Health",
     "Moved",
     "NumericsError",
+    "__version__",
+    "cast_model",
     "compute_ecc_bits",
     "debias",
     "dequantize",

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from flashopt_compile import stepping, tracing
-from flashopt_compile.checkpoint import states, weights
+from flashopt_compile.checkpoint import flashoptim, states, weights
 from flashopt_compile.distributed import shards
 from flashopt_compile.engine.plan import Plan
 from flashopt_compile.engine.storage import Storage, storage_of
@@ -18,6 +18,7 @@ from flashopt_compile.inspection.memory import memory
 from flashopt_compile.options import (
     STORAGE_OPTIONS,
     check_flag,
+    check_keys,
     check_options,
     check_parameter,
     check_shards,
@@ -72,7 +73,8 @@ class FlashOptimizer(torch.optim.Optimizer):
         if isinstance(params, set):
             raise TypeError(f"{owner}: params is a set, whose order differs from run to run; allowed is a list.")
         params = [params] if isinstance(params, Tensor) else list(params)
-        options = check_torch_options(owner, param_group)
+        options = flashoptim.given_options(owner, check_torch_options(owner, param_group))
+        check_keys(owner, options, self.hyper)
         group = {**self.defaults, **options}
         check_options(owner, group, self.hyper)
         if self.decays_by_penalty and group["decouple_lr"]:
@@ -219,13 +221,13 @@ class FlashOptimizer(torch.optim.Optimizer):
         return weights.get_fp32(self, model, sharded)
 
     def set_fp32_model_state_dict(
-        self, model: torch.nn.Module, state_dict: dict[str, Any], strict: bool = True
+        self, model: torch.nn.Module, fp32_state_dict: dict[str, Any], strict: bool = True
     ) -> None:
         """Set the model's weights from fp32, keeping what 16-bit heads round away; on an error nothing changes.
 
         For sharded parameters the values may be whole or DTensors.
         """
-        weights.set_fp32(self, model, state_dict, strict)
+        weights.set_fp32(self, model, fp32_state_dict, strict)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "eager": self.eager, "dtypes": self.dtypes}

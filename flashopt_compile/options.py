@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ TORCH_OPTIONS: dict[str, tuple[Any, ...]] = {
     "amsgrad": (False,),
     "decoupled_weight_decay": (False,),  # an option of Adam; we have FlashAdamW
 }
+
+LIKENESS = 0.85  # of a misspelt key; max_momentum, which a scheduler adds, is 0.8 like momentum
 
 
 def one_line(value: Any) -> str:
@@ -137,6 +140,15 @@ def check_torch_options(owner: str, options: dict[str, Any]) -> dict[str, Any]:
             values = " or ".join(repr(value) for value in allowed)
             raise ValueError(f"{owner}: {name} is {options[name]!r}; supported is {values}.")
     return {name: value for name, value in options.items() if name not in TORCH_OPTIONS}
+
+
+def check_keys(owner: str, options: Mapping[str, Any], hyper: Mapping[str, Any]) -> None:
+    """Raise TypeError for a parameter group's key that is nearly one of ours. Others are the user's own."""
+    known = [*hyper, *STORAGE_OPTIONS, "params", "param_names", "initial_lr"]
+    for key in options:
+        close = [] if key in known or not isinstance(key, str) else get_close_matches(key.lower(), known, 1, LIKENESS)
+        if close:
+            raise TypeError(f"{owner}: unknown option {key!r} in a parameter group; did you mean {close[0]!r}?")
 
 
 def check_parameter(owner: str, name: str, parameter: Any) -> None:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -62,6 +62,11 @@ class WeightFormat(Format, Protocol):
         """Parts → the distance between storable values around the stored one."""
         ...
 
+    @property
+    def dithered_share(self) -> float:
+        """How much of `resolution` dither still resolves on average; all of it for weights that are not dithered."""
+        ...
+
 
 @dataclass(frozen=True)
 class Raw:
@@ -72,6 +77,7 @@ class Raw:
     """
 
     names = ("value",)
+    dithered_share = 1.0
 
     def parts(self, shape: tuple[int, ...]) -> dict[str, Part]:
         return {"value": Part(shape, torch.float32)}
@@ -102,3 +108,14 @@ def check_same_shape(argument: str, tensor: Tensor, other: str, reference: Tenso
         raise ValueError(
             f"{argument} has shape {tuple(tensor.shape)}; it must equal that of {other}, {tuple(reference.shape)}."
         )
+
+
+def check_out(argument: str, out: Any, shape: tuple[int, ...], dtypes: Collection[torch.dtype]) -> None:
+    """Raise TypeError or ValueError unless results of `shape` can be written to `out`, or it is None."""
+    if out is None:
+        return
+    if not isinstance(out, Tensor):
+        raise TypeError(f"{argument} is {out!r}; allowed is None or a tensor to write to.")
+    check_dtype(argument, out.dtype, dtypes)
+    if tuple(out.shape) != shape:
+        raise ValueError(f"{argument} has shape {tuple(out.shape)}; expected is {shape}.")

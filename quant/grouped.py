@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quant.compand import FOURTH_ROOT, LINEAR, SIGNED_ROOT, SOFTSIGN, SQUARE_ROOT, Compander
 from quant.dither import block_phases, mix_phases, noise, phase_of, step_phase
-from quant.format import Part, check_dtype
+from quant.format import Part, check_dtype, check_out
 from quant.rows import Rows
 from quant.ulp import largest, once, round_up, spread, whole
 
@@ -22,6 +22,7 @@ MIN_SCALE = 2.0**-118  # below, 127/scale would overflow
 # A group whose largest value exceeds a scale by this little keeps that scale. Rounding alone may cause the excess:
 # scales would creep up each time a group is stored, and differ between compilers that contract and ones that do not.
 SLACK = 2.0**-18
+VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,9 @@ def _format(signed: bool, group_size: int, sqrt: bool, softsign: bool, compander
 
 
 def quantize(
-    x: Tensor,
+    x_float: Tensor,
+    out_int8: Tensor | None = None,
+    out_scales: Tensor | None = None,
     signed: bool = True,
     group_size: int = 32,
     sqrt: bool = False,
@@ -120,41 +123,47 @@ def quantize(
     rounding: str = "nearest",
     step: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Codes (of x's shape) and scales of a whole fp32 tensor of any shape.
+    """Codes (of x_float's shape) and scales of a whole fp32, bf16 or fp16 tensor of any shape.
 
-    `sqrt` and `softsign` choose the compander, `compander` overrides both. `rounding` is "nearest" or
-    "dither", which draws from the element's index and `step`.
+    They are written to `out_int8` and `out_scales` if given. `sqrt` and `softsign` choose the compander, `compander`
+    overrides both. `rounding` is "nearest" or "dither", which draws from the element's index and `step`.
 
     >>> codes, scales = quantize(torch.tensor([0.5, -1.0, 0.0]))
     >>> codes, scales
     (tensor([  85, -127,    0], dtype=torch.int8), tensor([1.], dtype=torch.bfloat16))
     """
-    check_dtype("x", x.dtype, (torch.float32,))
+    check_dtype("x_float", x_float.dtype, VALUE_DTYPES)
     if rounding not in ("nearest", "dither"):
         raise ValueError(f"rounding is {rounding!r}; allowed are 'nearest' and 'dither'.")
     format = _format(signed, group_size, sqrt, softsign, compander)
-    if not signed and not torch.compiler.is_compiling() and (x < 0).any():
-        raise ValueError(f"x has negative values (least {x.min().item():.6g}); unsigned codes need x ≥ 0.")
-    parts = {
-        name: torch.empty(part.shape, dtype=part.dtype, device=x.device) for name, part in format.parts(x.shape).items()
-    }
-    rows = format.rows(x.shape)
-    if x.numel():
-        source = x.detach().contiguous()
-        stored_blocks = rows.blocks(parts["codes"]), rows.scale_blocks(parts["scales"])
+    if not signed and not torch.compiler.is_compiling() and (x_float < 0).any():
+        raise ValueError(f"x_float has negative values (least {x_float.min().item():.6g}); unsigned codes need x ≥ 0.")
+    parts = format.parts(x_float.shape)
+    given = {"codes": out_int8, "scales": out_scales}
+    for argument, out, part in zip(("out_int8", "out_scales"), given.values(), parts.values(), strict=True):
+        check_out(argument, out, part.shape, (part.dtype,))
+    stored = {name: torch.empty(part.shape, dtype=part.dtype, device=x_float.device) for name, part in parts.items()}
+    rows = format.rows(x_float.shape)
+    if x_float.numel():
+        source = x_float.detach().contiguous()
+        stored_blocks = rows.blocks(stored["codes"]), rows.scale_blocks(stored["scales"])
         for block, codes, scales, start in zip(rows.blocks(source), *stored_blocks, rows.starts, strict=True):
             drawn = None
             if rounding == "dither":
                 since = torch.tensor(step, dtype=torch.int64, device="cpu")
                 drawn = noise(mix_phases(sum(block_phases(block), phase_of(start) + step_phase(since))), stream=1)
-            for stored, new in zip((codes, scales), format.encode(block, drawn), strict=True):
-                stored.copy_(new)
-    return parts["codes"], parts["scales"]
+            for part, new in zip((codes, scales), format.encode(block.to(torch.float32), drawn), strict=True):
+                part.copy_(new)
+    codes, scales = (
+        new if out is None else out.copy_(new) for out, new in zip(given.values(), stored.values(), strict=True)
+    )
+    return codes, scales
 
 
 def dequantize(
-    codes: Tensor,
-    scales: Tensor,
+    in_int8: Tensor,
+    in_scales: Tensor,
+    out_float: Tensor | None = None,
     signed: bool = True,
     group_size: int = 32,
     sqrt: bool = False,
@@ -162,20 +171,22 @@ def dequantize(
     *,
     compander: Compander | None = None,
 ) -> Tensor:
-    """The fp32 tensor stored by `quantize` with the same arguments."""
+    """The tensor stored by `quantize` with the same arguments: in fp32, or in `out_float` if given."""
     format = _format(signed, group_size, sqrt, softsign, compander)
-    check_dtype("codes", codes.dtype, (format.dtype,))
-    check_dtype("scales", scales.dtype, (torch.bfloat16,))
-    rows = format.rows(codes.shape)
-    if tuple(scales.shape) != rows.scales_shape:
+    check_dtype("in_int8", in_int8.dtype, (format.dtype,))
+    check_dtype("in_scales", in_scales.dtype, (torch.bfloat16,))
+    rows = format.rows(in_int8.shape)
+    if tuple(in_scales.shape) != rows.scales_shape:
         raise ValueError(
-            f"scales has shape {tuple(scales.shape)}; codes of shape {tuple(codes.shape)} need {rows.scales_shape}."
+            f"in_scales has shape {tuple(in_scales.shape)}; codes of shape {tuple(in_int8.shape)} need "
+            f"{rows.scales_shape}."
         )
-    x = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+    check_out("out_float", out_float, tuple(in_int8.shape), VALUE_DTYPES)
+    x = torch.empty(in_int8.shape, dtype=torch.float32, device=in_int8.device)
     if x.numel():
-        codes = codes.contiguous()
+        codes = in_int8.contiguous()
         for block, *stored in zip(
-            rows.blocks(x), rows.blocks(codes), rows.scale_blocks(scales.contiguous()), strict=True
+            rows.blocks(x), rows.blocks(codes), rows.scale_blocks(in_scales.contiguous()), strict=True
         ):
             block.copy_(format.decode(*stored))
-    return x
+    return x if out_float is None else out_float.copy_(x)

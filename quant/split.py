@@ -67,14 +67,21 @@ class Split:
     def encode(self, w: Tensor) -> tuple[Tensor, Tensor]:
         """The correctly rounded head of every fp32 `w`, and its tail, which is 0 if the head is not finite."""
         head = nearest(w, self.narrow)
+        return head.to(self.head), self.tail_of(w, head)
+
+    def tail_of(self, w: Tensor, head: Tensor) -> Tensor:
+        """The tail that brings a head, in fp32, closest to `w`; 0 where either is not finite.
+
+        The head need not be the nearest to `w`. Beyond half an ulp the tail stays at its largest value.
+        """
         power = binade(head, self.narrow)
         # A tie that rounds up to a power of two lies at L/2 codes, midway between two. Take the inner one, or the pair
         # would decode to a value that belongs to the head below.
         carried = bits_of(power) > bits_of(binade(w, self.narrow))
         fraction = (w - head) * two_over(power)
         codes = torch.where(carried, fraction * (self._codes * (1 - 2.0**-23)), fraction * self._codes)
-        codes = torch.where(head.abs() <= self.narrow.max, codes, 0.0)
-        return head.to(self.head), codes.round().to(self.tail)
+        finite = (head.abs() <= self.narrow.max) & w.isfinite()
+        return torch.where(finite, codes, 0.0).round().clamp(-self.levels, self.levels).to(self.tail)
 
     def decode(self, head: Tensor, tail: Tensor) -> Tensor:
         value, correction = self._terms(head, tail, bounded=True)
@@ -114,6 +121,11 @@ class Split:
 
     def resolution(self, head: Tensor, tail: Tensor) -> Tensor:
         return spacing(head.to(torch.float32), self.narrow) * (0.5 / self.levels)
+
+    @property
+    def dithered_share(self) -> float:
+        """The last bit of the noise; beside large codes of 15 bits fp32 ends earlier."""
+        return 2.0**-WEIGHT_NOISE_BITS
 
     @property
     def _codes(self) -> float:
@@ -167,9 +179,14 @@ class Rounded:
     def resolution(self, head: Tensor) -> Tensor:
         return spacing(head.to(torch.float32), self.narrow)
 
+    @property
+    def dithered_share(self) -> float:
+        """The last bit of the noise or, where it ends earlier, of the fp32 count it is added to."""
+        return 2.0 ** -min(WEIGHT_NOISE_BITS, 24 - self.narrow.significand_bits)
+
 
 def compute_ecc_bits(fp32_param: Tensor, narrow_param: Tensor, master_bytewidth: int = 4) -> Tensor:
-    """The tail that corrects `narrow_param`, the rounded copy of `fp32_param`.
+    """The tail that corrects `narrow_param`, a copy of `fp32_param` in 16 bits, rounded or cut off.
 
     `master_bytewidth` counts head and tail together: 3 gives int8, 4 gives int16.
     """
@@ -178,7 +195,7 @@ def compute_ecc_bits(fp32_param: Tensor, narrow_param: Tensor, master_bytewidth:
     if master_bytewidth not in (3, 4):
         raise ValueError(f"master_bytewidth is {master_bytewidth!r}; allowed are 3 (int8 tail) and 4 (int16 tail).")
     format = Split(narrow_param.dtype, torch.int8 if master_bytewidth == 3 else torch.int16)
-    return format.encode(fp32_param)[1]
+    return format.tail_of(fp32_param, widened(narrow_param))
 
 
 def reconstruct_fp32_param(param: Tensor, error_bits: Tensor) -> Tensor:

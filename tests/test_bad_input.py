@@ -209,6 +209,47 @@ def test_unknown_options_are_refused_and_known_ones_listed(kind: Kind):
     assert_one_sentence(caught.value, f"{kind.__name__}: unknown option 'learning_rate'", "lr", "master_weight_bits")
 
 
+@pytest.mark.parametrize(
+    "key, meant",
+    [
+        *(("weigth_decay", "weight_decay"), ("Betas", "betas"), ("quantise", "quantize"), ("LR", "lr")),
+        *(("master_weights_bits", "master_weight_bits"), ("maximise", "maximize"), ("epss", "eps")),
+    ],
+)
+def test_a_misspelt_key_of_a_group_is_refused_with_what_is_meant(key: str, meant: str):
+    optimizer = FlashAdamW(parameters([ALIGNED]), eager=True)
+    group = {"params": parameters([ALIGNED], seed=1), key: 1}
+    with pytest.raises(TypeError) as caught:
+        optimizer.add_param_group(group)
+    assert str(caught.value) == f"FlashAdamW: unknown option {key!r} in a parameter group; did you mean {meant!r}?"
+    assert len(optimizer.param_groups) == 1
+
+
+def test_keys_of_the_users_own_and_of_schedulers_are_kept():
+    own = {
+        "name": "head",
+        "lr_scale": 0.5,
+        "layer": 3,
+        "max_lr": 1.0,
+        "max_momentum": 0.9,
+        "swa_lr": 0.1,
+        "initial_lr": 1,
+    }
+    optimizer = FlashSGD([{"params": parameters([ALIGNED]), **own}], momentum=0.9, eager=True)
+    assert optimizer.param_groups[0].items() >= own.items()
+
+
+@pytest.mark.parametrize("width, bits", [(0, None), (3, 24), (4, 32)])
+def test_the_published_key_of_a_group_is_translated(width: int, bits: int | None):
+    groups = [{"params": parameters([ALIGNED]), "master_bytewidth": width}, {"params": parameters([ALIGNED], seed=1)}]
+    optimizer = train(FlashAdamW(groups, eager=True), range(1))
+    assert [group["master_weight_bits"] for group in optimizer.param_groups] == [bits, 24]
+    assert all("master_bytewidth" not in group for group in optimizer.param_groups)
+    for change, sentence in (({"master_bytewidth": 2}, "allowed are 0, 3 and 4"), ({"master_weight_bits": 24}, "both")):
+        with pytest.raises(ValueError, match=f"FlashAdamW: master_bytewidth .*{sentence}"):
+            FlashAdamW([{"params": parameters([ALIGNED]), "master_bytewidth": width, **change}])
+
+
 def test_options_of_another_optimizer_are_unknown():
     cases: list[tuple[Kind, dict[str, Any]]] = [
         (FlashAdamW, {"momentum": 0.9}),

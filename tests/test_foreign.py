@@ -73,7 +73,7 @@ def test_recorded_flashoptim_states_load_uncompressed(name: str):
 def test_flashoptim_export_has_its_keys_dtypes_and_values(name: str):
     optimizer, record = of_record(name)
     optimizer.load_state_dict(record["state_dict"])
-    written = flashoptim_state_dict(optimizer)
+    written = flashoptim_state_dict(optimizer, version="0.1.4")
     theirs = record["state_dict"]
     group = {key: value for key, value in written["param_groups"][0].items() if key != "nesterov"}
     assert group == theirs["param_groups"][0]
@@ -108,12 +108,27 @@ def test_export_refuses_scales_above_fp16_and_warns_of_those_below():
     state["m.scales"].fill_(1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert flashoptim_state_dict(optimizer)["state"][0]["exp_avg::scales"].dtype == torch.bfloat16
+        written = flashoptim_state_dict(optimizer, version="0.1.4")
+    assert written["state"][0]["exp_avg::scales"].dtype == torch.bfloat16
+
+
+def test_what_is_written_for_every_version_has_no_8_bit_states_of_bf16_parameters():
+    """To the bit what the optimizer holds; tests/test_published.py has the package read it."""
+    optimizer, record = of_record("adamw")
+    optimizer.load_state_dict(record["state_dict"])
+    written = flashoptim_state_dict(optimizer)
+    for number, parameter in enumerate(params_of(optimizer)):
+        state = written["state"][number]
+        assert ("exp_avg::scales" in state) == (parameter.dtype != torch.bfloat16)
+        for key in state.keys() & STATE_LETTERS.keys():
+            assert torch.equal(state[key], held(optimizer, parameter)[STATE_LETTERS[key]])
+    with pytest.raises(ValueError, match=r"FlashAdamW: version is '0.2'; allowed are '0.1.3' and '0.1.4'."):
+        flashoptim_state_dict(optimizer, version="0.2")
 
 
 def test_states_without_a_flashoptim_name_are_refused():
     optimizer = train(FlashSGDW(parameters(), momentum=0.9, eager=True), range(1))
-    assert set(flashoptim_state_dict(optimizer)["state"][0]) >= {"momentum_buffer::quantized"}
+    assert set(flashoptim_state_dict(optimizer)["state"][0]) >= {"momentum_buffer"}
 
     class Nameless(FlashSGDW):
         torch_names = {}  # noqa: RUF012

@@ -395,6 +395,30 @@ def test_whole_graph_compiles_and_equals_eager(options: dict[str, Any]):
     assert [differences(a, b) for a, b in results] == [0, 0, 0]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@given(shape=st.sampled_from(SHAPES))
+@settings(max_examples=5)
+def test_16_bit_input_is_quantized_like_its_values_in_fp32(
+    dtype: torch.dtype, options: dict[str, Any], shape: tuple[int, ...]
+):
+    x = tensor_of(shape, options).to(dtype)
+    for ours, expected in zip(quantize(x, **options), quantize(x.float(), **options), strict=True):
+        assert ours.dtype == expected.dtype and torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_positional_arguments_are_in_the_published_order_and_results_are_written_where_asked(dtype: torch.dtype):
+    x = tensor_of((6, 75), {"signed": False})
+    expected = quantize(x, signed=False, group_size=16, sqrt=True)
+    out = [torch.zeros_like(each).t().contiguous().t() for each in expected]
+    assert all(a is b for a, b in zip(quantize(x, *out, False, 16, True, False), out, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(out, expected, strict=True))
+    decoded = torch.empty(x.shape, dtype=dtype)
+    assert dequantize(*out, decoded, False, 16, True, False) is decoded
+    assert torch.equal(decoded, dequantize(*expected, signed=False, group_size=16, sqrt=True).to(dtype))
+
+
 def test_parts_are_what_is_stored():
     for shape in SHAPES:
         parts = Grouped().parts(shape)
@@ -408,29 +432,41 @@ X, C, S = torch.ones(2, 32), torch.ones(2, 32, dtype=torch.int8), torch.ones(2, 
 @pytest.mark.parametrize(
     "call, error, message",
     [
-        (lambda: quantize(X.double()), TypeError, "x has dtype torch.float64; allowed is torch.float32."),
-        (lambda: quantize(X.bfloat16()), TypeError, "x has dtype torch.bfloat16; allowed is torch.float32."),
+        (lambda: quantize(X.double()), TypeError, "x_float has dtype torch.float64; allowed is torch.float32 or"),
+        (lambda: quantize(X, True), TypeError, "out_int8 is True; allowed is None or a tensor to write to."),
+        (lambda: quantize(X, C.byte()), TypeError, "out_int8 has dtype torch.uint8; allowed is torch.int8."),
+        (lambda: quantize(X, C, S[:1]), ValueError, r"out_scales has shape \(1, 1\); expected is \(2, 1\)."),
+        (
+            lambda: dequantize(C, S, X.double()),
+            TypeError,
+            "out_float has dtype torch.float64; allowed is torch.float32",
+        ),
+        (lambda: dequantize(C, S, True), TypeError, "out_float is True; allowed is None or a tensor to write to."),
         (lambda: quantize(X, group_size=1), ValueError, "group_size is 1; it must be a whole number of at least 2."),
         (lambda: quantize(X, group_size=0), ValueError, "group_size is 0; it must be"),
         (lambda: quantize(X, group_size=-32), ValueError, "group_size is -32; it must be"),
         (lambda: Grouped(group_size=32.0), ValueError, "group_size is 32.0; it must be"),  # pyright: ignore
         (lambda: quantize(X, rounding="up"), ValueError, "rounding is 'up'; allowed are 'nearest' and 'dither'."),
-        (lambda: quantize(X - 2, signed=False), ValueError, r"x has negative values \(least -1\); unsigned codes need"),
+        (
+            lambda: quantize(X - 2, signed=False),
+            ValueError,
+            r"x_float has negative values \(least -1\); unsigned codes need",
+        ),
         (lambda: quantize(X, sqrt=True), ValueError, "compander 'square root' = sqrt.* is not odd; signed codes need"),
-        (lambda: dequantize(C.byte(), S), TypeError, "codes has dtype torch.uint8; allowed is torch.int8."),
-        (lambda: dequantize(C, S, signed=False), TypeError, "codes has dtype torch.int8; allowed is torch.uint8."),
-        (lambda: dequantize(C, S.half()), TypeError, "scales has dtype torch.float16; allowed is torch.bfloat16."),
+        (lambda: dequantize(C.byte(), S), TypeError, "in_int8 has dtype torch.uint8; allowed is torch.int8."),
+        (lambda: dequantize(C, S, signed=False), TypeError, "in_int8 has dtype torch.int8; allowed is torch.uint8."),
+        (lambda: dequantize(C, S.half()), TypeError, "in_scales has dtype torch.float16; allowed is torch.bfloat16."),
         (
             lambda: dequantize(C, S[:1]),
             ValueError,
-            r"scales has shape \(1, 1\); codes of shape \(2, 32\) need \(2, 1\).",
+            r"in_scales has shape \(1, 1\); codes of shape \(2, 32\) need \(2, 1\).",
         ),
         (
             lambda: dequantize(C, S[:, 0]),
             ValueError,
-            r"scales has shape \(2,\); codes of shape \(2, 32\) need \(2, 1\).",
+            r"in_scales has shape \(2,\); codes of shape \(2, 32\) need \(2, 1\).",
         ),
-        (lambda: dequantize(C, S, group_size=16), ValueError, r"scales has shape \(2, 1\); codes .* need \(2, 2\)."),
+        (lambda: dequantize(C, S, group_size=16), ValueError, r"in_scales has shape \(2, 1\); codes .* need \(2, 2\)."),
     ],
 )
 def test_bad_input_gets_one_clear_sentence(call: Callable[[], object], error: type[Exception], message: str):

@@ -111,8 +111,8 @@ def test_toggling_keeps_states_to_the_bound_and_the_rest_to_the_bit(row: Row):
 
 
 def test_states_rounded_to_nearest_survive_toggling_bit_for_bit():
-    optimizer = train(FlashAdamW(parameters(), rounding="nearest", compress_state_dict=False, eager=True), range(3))
-    resumed = FlashAdamW([Parameter(p.detach().clone()) for p in params_of(optimizer)], eager=True)
+    optimizer = train(FlashLion(parameters(), rounding="nearest", compress_state_dict=False, eager=True), range(3))
+    resumed = FlashLion([Parameter(p.detach().clone()) for p in params_of(optimizer)], eager=True)
     resumed.load_state_dict(optimizer.state_dict())
     assert_identical(stored(resumed), stored(optimizer))
 

@@ -9,6 +9,8 @@ from torch.nn import Parameter
 from training import ALIGNED, RAGGED, assert_identical, give_gradients, held, parameters, stored, train
 
 from flashopt_compile import FlashAdamW, FlashLion, FlashOptimizer, FlashSGD, Health, NumericsError
+from flashopt_compile.engine.storage import storage_of
+from flashopt_compile.rules.sgd import sgd
 
 BF16 = torch.bfloat16
 NOTHING = {"saturated": 0.0, "zeroed": 0.0, "stalled": 0.0, "nonfinite": 0.0}
@@ -92,6 +94,42 @@ def test_numerics_of_weights_without_a_tail():
     p.grad = torch.ones_like(p)
     optimizer = FlashSGD([p], lr=1e-3, master_weight_bits=None, rounding="nearest", check_numerics=True, eager=True)
     with pytest.raises(NumericsError, match=r"resolution of 0\.00781"):
+        optimizer.step()
+
+
+NARROW = [(dtype, bits) for dtype in (BF16, torch.float16) for bits in (24, 32, None)]
+
+
+@pytest.mark.parametrize("dtype, bits", NARROW, ids=str)
+def test_under_dither_an_update_is_refused_if_no_draw_keeps_it(dtype: torch.dtype, bits: int | None):
+    weight = storage_of(sgd, dtype, (64, 64), bits, True).weight
+    parts = weight.encode(torch.full((), 1.5))
+    resolved = weight.resolution(*parts).item() * weight.dithered_share
+    for lr, is_lost in ((0.4 * resolved, True), (4 * resolved, False)):
+        p = filled(1.5, dtype=dtype)
+        p.grad = torch.ones_like(p)
+        unchecked = FlashSGD([p], lr=lr, master_weight_bits=bits, eager=True)
+        unchecked.step()
+        if is_lost:
+            assert bool((held(unchecked, p)["w"] == 1.5).all())
+        p = filled(1.5, dtype=dtype)
+        p.grad = torch.ones_like(p)
+        checked = FlashSGD([p], lr=lr, master_weight_bits=bits, check_numerics=True, eager=True)
+        if not is_lost:
+            checked.step()
+            continue
+        with pytest.raises(NumericsError, match="under dither; raise lr") as caught:
+            checked.step()
+        assert "rounding='dither'" not in str(caught.value)
+        assert ("master_weight_bits=32" in str(caught.value)) == (bits != 32)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "dither"])
+def test_fp32_weights_have_no_dither_to_keep_updates(rounding: str):
+    p = filled(1.5, dtype=torch.float32)
+    p.grad = torch.ones_like(p)
+    optimizer = FlashSGD([p], lr=1e-8, rounding=rounding, check_numerics=True, eager=True)
+    with pytest.raises(NumericsError, match=r"less than half its resolution of 1.19e-07; raise lr\.$"):
         optimizer.step()
 
 

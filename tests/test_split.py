@@ -433,6 +433,31 @@ def test_public_functions_are_the_format(format: Split):
 
 
 @each_format
+@pytest.mark.parametrize("way", ["cut off", "away from zero", "nearest"])
+@given(w=fp32_tensors())
+def test_the_tail_of_a_given_head_is_the_best_there_is(format: Split, way: str, w: Tensor):
+    """However the head was rounded: no other code comes closer to the weight, by more than roundings of fp32."""
+    head = w.to(format.head)
+    apart = torch.nextafter(head, torch.full_like(head, 0 if way == "cut off" else math.inf).copysign(head))
+    is_other = {
+        "cut off": head.abs().double() > w.abs().double(),
+        "away from zero": head.abs().double() < w.abs().double(),
+        "nearest": torch.zeros_like(w, dtype=torch.bool),
+    }[way]
+    head = torch.where(is_other, apart, head)
+    tail = compute_ecc_bits(w, head, master_bytewidth=3 if format.tail == torch.int8 else 4)
+    limit = torch.iinfo(format.tail).max
+    finite = head.isfinite() & w.isfinite()
+    assert not tail[~finite].any() and tail.min() >= -limit
+    w, head, tail = w[finite], head[finite], tail[finite]
+    error = (joined(head, tail) - w.double()).abs()
+    for other in (-limit, 0, limit, tail.int() - 1, tail.int() + 1):
+        codes = torch.as_tensor(other).clamp(-limit, limit).expand(tail.shape).to(format.tail)
+        slack = 2.0**-21 * ulp(head, format.head)
+        assert (error <= (joined(head, codes) - w.double()).abs() + slack).all()
+
+
+@each_format
 def test_parts_have_the_shape_of_the_weight_and_the_promised_bytes(format: Split):
     parts = format.parts((3, 5))
     head, tail = format.encode(torch.randn(3, 5))

@@ -171,13 +171,16 @@ def test_draws_differ_between_elements_and_steps():
     assert not torch.equal(tails[1] != 0, (tails[0] != 0))
 
 
-def test_nearest_draws_nothing():
+def test_nearest_draws_for_variances_alone():
     one = step_for((64, 64), "nearest")
     here, there = fresh_tensors(one, (64, 64)), fresh_tensors(one, (64, 64))
     for tensors, position in ((here, 0), (there, 12345)):
         ((_, block),) = one.storage.blocks((64, 64), tensors)
         one(block, torch.tensor(2.0), Place.at(position), HYPER)
-    assert_identical(here, there)
+    *_, v_codes, v_scales = here
+    assert_identical(here[:-2], there[:-2])
+    assert not torch.equal(v_codes, there[-2])
+    assert_identical([v_scales], there[-1:])
 
 
 def test_step_writes_in_place_and_leaves_the_gradient():

@@ -189,7 +189,7 @@ MISTAKES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     ),
     "torn": (
         lambda d: d.update({"head.weight": d["head.weight"] + 1}),
-        "embedding.weight and head.weight are one parameter; in state_dict their values differ",
+        "embedding.weight and head.weight are one parameter; in fp32_state_dict their values differ",
     ),
 }
 

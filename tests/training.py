@@ -57,7 +57,9 @@ def held(optimizer: FlashOptimizer, parameter: Tensor) -> dict[str, Tensor]:
     for name, format in storage.states:
         if isinstance(format, Grouped):
             codes, scales = state[f"{name}.codes"], state[f"{name}.scales"]
-            values[name] = dequantize(codes, scales, format.signed, format.group_size, compander=format.compander)
+            values[name] = dequantize(
+                codes, scales, signed=format.signed, group_size=format.group_size, compander=format.compander
+            )
         else:
             values[name] = state[name]
     return {name: value.double() for name, value in values.items()}

@@ -26,6 +26,8 @@ QUANTIZED, SCALES, ERROR_BITS, BYTEWIDTH = "::quantized", "::scales", "error_bit
 COMPANDERS = {torch.int8: (SOFTSIGN, 127, 1), torch.uint8: (SQUARE_ROOT, 255, 2)}  # and the power of their scale
 BITS = {0: None, 3: 24, 4: 32}  # master_weight_bits by the master weight's bytes
 LEAST_SCALE, LARGEST_SCALE = 2.0**-24, 65504.0
+# The scales of a bf16 parameter's codes are fp16 values to the one version and, cast to bf16, fp16 bits to the other.
+VERSIONS = ("0.1.3", "0.1.4")
 
 
 def matches(state: State) -> bool:
@@ -62,6 +64,16 @@ def read_options(group: Group) -> Group:
     if not isinstance(group[BYTEWIDTH], int) or group[BYTEWIDTH] not in BITS:
         raise ValueError(f"master_bytewidth is {described(group[BYTEWIDTH])}; allowed are 0, 3 and 4")
     return {**known, "master_weight_bits": BITS[group[BYTEWIDTH]]}
+
+
+def given_options(owner: str, group: Group) -> Group:
+    """A parameter group's options as a user gives them, under our names."""
+    if BYTEWIDTH in group and "master_weight_bits" in group:
+        raise ValueError(f"{owner}: {BYTEWIDTH} and master_weight_bits are both given; allowed is one of them.")
+    try:
+        return read_options(group)
+    except ValueError as error:
+        raise ValueError(f"{owner}: {error}.") from None
 
 
 def _decode(name: str, codes: Any, scales: Any, shape: tuple[int, ...]) -> Tensor:
@@ -102,13 +114,17 @@ def _encode(owner: str, name: str, x: Tensor, signed: bool) -> tuple[Tensor, Ten
     return codes.view(-1)[: flat.numel()].to(dtype).view(x.shape), scale
 
 
-def flashoptim_state_dict(keeper: Keeper) -> dict[str, Any]:
-    """The optimizer's state dict as FlashOptim 0.1 writes and loads it, its 8-bit states in its own codes.
+def flashoptim_state_dict(keeper: Keeper, version: str = "0.1.3") -> dict[str, Any]:
+    """The optimizer's state dict as published FlashOptim loads it, from `version` on.
 
-    States of user-defined rules have no name there. A value beyond the range of fp16 scales is refused; one below it is
-    written coarsely, with a warning. Sharded parameters are gathered, so all processes must call.
+    "0.1.3" is for all: the states of bf16 parameters are written in fp32, as neither version reads the other's 8-bit
+    ones. With "0.1.4" these have 8 bits too, and 0.1.3 would take them for other numbers without a word. States of
+    user-defined rules have no name there. A value beyond the range of fp16 scales is refused; one below it is written
+    coarsely, with a warning. Sharded parameters are gathered, so all processes must call.
     """
     owner = type(keeper).__name__
+    if version not in VERSIONS:
+        raise ValueError(f"{owner}: version is {described(version)}; allowed are {' and '.join(map(repr, VERSIONS))}.")
     states: dict[int, dict[str, Any]] = {}
     groups: list[Group] = []
     for group in keeper.param_groups:
@@ -116,12 +132,12 @@ def flashoptim_state_dict(keeper: Keeper) -> dict[str, Any]:
         ids = list(range(first, first + len(group["params"])))
         for number, parameter in zip(ids, group["params"], strict=True):
             if keeper.state.get(parameter):
-                states[number] = _write(keeper, owner, number, group, parameter)
+                states[number] = _write(keeper, owner, number, group, parameter, version)
         groups.append({**_write_options(keeper, group), "params": ids})
     return {"state": states, "param_groups": groups}
 
 
-def _write(keeper: Keeper, owner: str, number: int, group: Group, parameter: Tensor) -> dict[str, Any]:
+def _write(keeper: Keeper, owner: str, number: int, group: Group, parameter: Tensor, version: str) -> dict[str, Any]:
     state = {key: whole(value) for key, value in keeper.state[parameter].items()}
     storage = keeper.storage(group, parameter)
     written: dict[str, Any] = {}
@@ -138,6 +154,9 @@ def _write(keeper: Keeper, owner: str, number: int, group: Group, parameter: Ten
             written[name] = x.to(parameter.dtype)
             continue
         codes, scales = _encode(owner, f"{letter} of parameter {number}", x, signed=letter == "m")
+        if parameter.dtype == torch.bfloat16 and version == "0.1.3":
+            written[name] = x
+            continue
         wide = parameter.dtype == torch.float32
         written |= {name + QUANTIZED: codes, name + SCALES: scales if wide else scales.view(parameter.dtype)}
     return written

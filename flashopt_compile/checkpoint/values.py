@@ -52,7 +52,9 @@ def expand(storage: Storage, state: State) -> dict[str, Tensor]:
         parts = [state[key] for key in keys_of(name, format)]
         if isinstance(format, Grouped):
             codes, scales = parts
-            expanded[name] = dequantize(codes, scales, format.signed, format.group_size, compander=format.compander)
+            expanded[name] = dequantize(
+                codes, scales, signed=format.signed, group_size=format.group_size, compander=format.compander
+            )
         else:
             expanded[name] = format.decode(*parts).clone()
     return expanded
@@ -64,7 +66,7 @@ def compress(storage: Storage, states: Mapping[str, Tensor]) -> dict[str, Tensor
     for name, format in storage.states:
         x = states[name].detach().to(torch.float32).contiguous()
         if isinstance(format, Grouped):
-            encoded = quantize(x, format.signed, format.group_size, compander=format.compander)
+            encoded = quantize(x, signed=format.signed, group_size=format.group_size, compander=format.compander)
         else:
             encoded = format.encode(x)
         parts |= zip(keys_of(name, format), encoded, strict=True)

@@ -66,18 +66,18 @@ def weight_of(keeper: Keeper, group: Group | None, parameter: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def set_fp32(keeper: Keeper, model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
+def set_fp32(keeper: Keeper, model: nn.Module, fp32_state_dict: Mapping[str, Any], strict: bool) -> None:
     """Set weights and buffers, and the tails of the optimizer's parameters. Everything is checked first."""
     owner = type(keeper).__name__
-    if not isinstance(state_dict, Mapping):
-        raise ValueError(f"{owner}: state_dict is {described(state_dict)}; expected is a dict of tensors.")
+    if not isinstance(fp32_state_dict, Mapping):
+        raise ValueError(f"{owner}: fp32_state_dict is {described(fp32_state_dict)}; expected is a dict of tensors.")
     own = entries(model)
-    given = {str(key).replace(COMPILED, ""): value for key, value in state_dict.items()}
+    given = {str(key).replace(COMPILED, ""): value for key, value in fp32_state_dict.items()}
     missing, unexpected = [key for key in own if key not in given], [key for key in given if key not in own]
     if strict and (missing or unexpected):
         raise ValueError(
-            f"{owner}: state_dict lacks {described(missing)} and has {described(unexpected)} besides the model's keys; "
-            "strict=False takes what there is."
+            f"{owner}: fp32_state_dict lacks {described(missing)} and has {described(unexpected)} besides the model's "
+            "keys; strict=False takes what there is."
         )
     given = {key: value for key, value in given.items() if key in own}
     check_tied(owner, own, given)
@@ -134,7 +134,7 @@ def check_tied(owner: str, own: Mapping[str, tuple[str, Any]], given: Mapping[st
         held = own[key][1]
         other = first.setdefault(id(held), key) if isinstance(held, nn.Parameter) else key
         if other != key and not _same(given[other], value):
-            raise ValueError(f"{owner}: {other} and {key} are one parameter; in state_dict their values differ.")
+            raise ValueError(f"{owner}: {other} and {key} are one parameter; in fp32_state_dict their values differ.")
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from flashopt_compile.engine.step import Numbers, Place, Step
+from quant.format import Raw
 from quant.grouped import Grouped
+from quant.split import Split
 
 # Per parameter. Enough to see a fraction of one in a thousand, few enough to be quick.
 SAMPLE_ELEMENTS = 1 << 16
@@ -103,9 +105,9 @@ def sampled(step: Step, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 def check_numerics(name: str, step: Step, tensors: Sequence[Tensor], t: Tensor, hyper: Numbers) -> None:
     """Raise NumericsError if the update of the group that holds the largest weight rounds to nothing.
 
-    Dithered updates are kept on average however small, so only "nearest" rounding is checked.
+    Dither keeps updates on average that are far below a weight's resolution, but not all of them.
     """
-    if step.rounding != "nearest" or not tensors[0].numel():
+    if not tensors[0].numel():
         return
     blocks = step.storage.blocks(tuple(tensors[0].shape), [tensor.contiguous() for tensor in tensors])
     _, block = max(blocks, key=lambda pair: float(pair[1][0].abs().max()))
@@ -114,11 +116,17 @@ def check_numerics(name: str, step: Step, tensors: Sequence[Tensor], t: Tensor, 
     _, by = step.compute(group, t, Place.at(0), hyper)
     head, _, *stored = group
     weight = step.storage.weight
+    is_dithered = step.rounding == "dither" and weight.dithered_share < 1
     resolution = float(weight.resolution(head, *stored[: len(weight.names) - 1]).max())
+    resolution *= weight.dithered_share if is_dithered else 1
     largest = float(by.abs().max())
     if 0 < largest < resolution / 2:
+        is_widest = isinstance(weight, Raw) or (isinstance(weight, Split) and weight.tail == torch.int16)
+        remedies = ["raise lr", *([] if is_widest else ["use master_weight_bits=32"])]
+        if step.rounding == "nearest" and not isinstance(weight, Raw):
+            remedies.append("use rounding='dither'")
         raise NumericsError(
             f"parameter {name}: with lr {float(hyper['lr']):.3g} the largest weight, {float(head.abs().max()):.3g}, "
-            f"would move by {largest:.3g}, less than half its resolution of {resolution:.3g}; "
-            "raise lr, use master_weight_bits=32 or rounding='dither'."
+            f"would move by {largest:.3g}, less than half its resolution of {resolution:.3g}"
+            f"{' under dither' if is_dithered else ''}; {' or '.join(remedies)}."
         )
