@@ -5,7 +5,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count
 from types import CodeType, FunctionType
@@ -156,6 +156,7 @@ class BoundKernel:
     most_elements: int = CALL_ELEMENTS
     is_deferred: bool = True
     whole: WholeStep | None = None
+    transpositions: dict[torch.dtype, transpose.Transposition | None] = field(default_factory=dict, compare=False)
 
     def bind(self, block: Block, t: Tensor, numbers: Numbers) -> Bound:
         return self.found.bind(block, t, numbers)
@@ -164,8 +165,10 @@ class BoundKernel:
         form = transpose.form_of(target.shape, target.stride(), source.stride())
         if form is None:
             return copies([target], [source])
-        key = transpose, target.dtype, torch.get_num_threads(), *probes.permission()
-        found = _remembered(key, lambda: _transposition(target.dtype))
+        if target.dtype not in self.transpositions:
+            key = transpose, target.dtype, torch.get_num_threads(), *probes.permission()
+            self.transpositions[target.dtype] = _remembered(key, lambda: _transposition(target.dtype))
+        found = self.transpositions[target.dtype]
         return copies([target], [source]) if found is None else [found.operation(form, target, source)]
 
 
