@@ -411,12 +411,12 @@ def test_16_bit_input_is_quantized_like_its_values_in_fp32(
 def test_positional_arguments_are_in_the_published_order_and_results_are_written_where_asked(dtype: torch.dtype):
     x = tensor_of((6, 75), {"signed": False})
     expected = quantize(x, signed=False, group_size=16, sqrt=True)
-    out = [torch.zeros_like(each).t().contiguous().t() for each in expected]
-    assert all(a is b for a, b in zip(quantize(x, *out, False, 16, True, False), out, strict=True))
+    out = codes, scales = [torch.zeros_like(each).t().contiguous().t() for each in expected]
+    assert all(a is b for a, b in zip(quantize(x, codes, scales, False, 16, True, False), out, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(out, expected, strict=True))
     decoded = torch.empty(x.shape, dtype=dtype)
-    assert dequantize(*out, decoded, False, 16, True, False) is decoded
-    assert torch.equal(decoded, dequantize(*expected, signed=False, group_size=16, sqrt=True).to(dtype))
+    assert dequantize(codes, scales, decoded, False, 16, True, False) is decoded
+    assert torch.equal(decoded, dequantize(expected[0], expected[1], signed=False, group_size=16, sqrt=True).to(dtype))
 
 
 def test_parts_are_what_is_stored():
@@ -426,6 +426,11 @@ def test_parts_are_what_is_stored():
         assert [(p.shape, p.dtype) for p in parts.values()] == [(t.shape, t.dtype) for t in (codes, scales)]
 
 
+def untyped(value: Any) -> Any:
+    """A value of the wrong type, as an untyped caller gives it."""
+    return value
+
+
 X, C, S = torch.ones(2, 32), torch.ones(2, 32, dtype=torch.int8), torch.ones(2, 1, dtype=torch.bfloat16)
 
 
@@ -433,7 +438,7 @@ X, C, S = torch.ones(2, 32), torch.ones(2, 32, dtype=torch.int8), torch.ones(2, 
     "call, error, message",
     [
         (lambda: quantize(X.double()), TypeError, "x_float has dtype torch.float64; allowed is torch.float32 or"),
-        (lambda: quantize(X, True), TypeError, "out_int8 is True; allowed is None or a tensor to write to."),
+        (lambda: quantize(X, untyped(True)), TypeError, "out_int8 is True; allowed is None or a tensor to write to."),
         (lambda: quantize(X, C.byte()), TypeError, "out_int8 has dtype torch.uint8; allowed is torch.int8."),
         (lambda: quantize(X, C, S[:1]), ValueError, r"out_scales has shape \(1, 1\); expected is \(2, 1\)."),
         (
@@ -441,7 +446,11 @@ X, C, S = torch.ones(2, 32), torch.ones(2, 32, dtype=torch.int8), torch.ones(2, 
             TypeError,
             "out_float has dtype torch.float64; allowed is torch.float32",
         ),
-        (lambda: dequantize(C, S, True), TypeError, "out_float is True; allowed is None or a tensor to write to."),
+        (
+            lambda: dequantize(C, S, untyped(True)),
+            TypeError,
+            "out_float is True; allowed is None or a tensor to write to.",
+        ),
         (lambda: quantize(X, group_size=1), ValueError, "group_size is 1; it must be a whole number of at least 2."),
         (lambda: quantize(X, group_size=0), ValueError, "group_size is 0; it must be"),
         (lambda: quantize(X, group_size=-32), ValueError, "group_size is -32; it must be"),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bench import matrix, version_row
-from flashopt_compile import torch_versions
+from flashopt_compile.inductor import versions
 from flashopt_compile.kernels import pretend
 
 ROW = {"registers": 150, "spills": 0}
@@ -97,7 +97,7 @@ def test_the_matrix_and_the_library_speak_of_the_same_versions():
     minors = {version.rpartition(".")[0]: triton.rpartition(".")[0] for version, triton in matrix.TORCHES.items()}
     assert minors == pretend.TRITONS
     ends = [tuple(map(int, version.split(".")[:2])) for version in (min(matrix.TORCHES), max(matrix.TORCHES))]
-    assert ends == [torch_versions.OLDEST, torch_versions.NEWEST]
+    assert ends == [versions.OLDEST, versions.NEWEST]
     declared = (matrix.ROOT / "pyproject.toml").read_text(encoding="utf-8")
     (least, most) = (f"{major}.{minor}" for major, minor in ends)
     assert f'"torch>={least},<2.{int(most.partition(".")[2]) + 1}"' in declared

@@ -83,7 +83,8 @@ def _keep_loops_apart(node: Any) -> None:
         return
     _, body, (variables, _) = find()
     if 2 <= len(variables) <= len(_APART):
-        strides, last = list(_APART[: len(variables)]), body.var_ranges[variables[-1]]
+        strides: list[int] = list(_APART[: len(variables)])
+        last = body.var_ranges[variables[-1]]
         if len(variables) == len(_APART) and last.is_Integer and last < _LEAST_ELEMENTS:
             strides[1] = int(last)
         terms = (variable * stride for variable, stride in zip(variables, strides, strict=True))

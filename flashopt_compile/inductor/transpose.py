@@ -42,13 +42,13 @@ class Form(NamedTuple):
 def form_of(shape: Sequence[int], target_strides: Sequence[int], source_strides: Sequence[int]) -> Form | None:
     """The form of a copy between two tensors of one shape; None if it is no transposition."""
     found: list[tuple[int, int, int]] = []  # size, stride in the target, stride in the source
-    for dim in sorted(zip(shape, target_strides, source_strides, strict=True), key=lambda dim: -dim[1]):
-        size, *steps = dim
+    dims = sorted(zip(shape, target_strides, source_strides, strict=True), key=lambda dim: -dim[1])
+    for size, target, source in dims:
         if size == 1:
             continue
-        if found and list(found[-1][1:]) == [size * step for step in steps]:  # the two dims are one in either memory
-            dim = (size * found.pop()[0], *steps)
-        found.append(dim)
+        if found and found[-1][1:] == (size * target, size * source):  # the two dims are one in either memory
+            size *= found.pop()[0]
+        found.append((size, target, source))
     if len(found) == 2:
         found.insert(0, (1, 0, 0))
     if len(found) != 3:
