@@ -46,7 +46,7 @@ _BY_POINTER = re.compile(r"= (\w+)\.get\(\);")
 _APART = (15485863, 1299709, 1)
 # Loops over fewer elements are over the groups of a piece: they and the loop over pieces are one, long enough for gcc.
 _LEAST_ELEMENTS = 8
-# What Inductor is told them in: a tuple until torch 2.14 or so.
+# What Inductor is told them in: a tuple until torch 2.14.
 _CONSTRAINTS: Any = getattr(ir, "ExtraIndexingConstraints", lambda *constraints: constraints)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flashopt_compile.engine.kernel import Operation
-from flashopt_compile.inductor import bind
+from flashopt_compile.inductor import bind, probes
 
 TARGET, SOURCE = 0, 1  # arguments of the C++ function that are no sizes
 TILE = 32  # rows that Inductor transposes at once, or a multiple of it
@@ -87,7 +87,7 @@ def find(compiled: Callable[..., None], noting: bind.Noting, dtype: torch.dtype)
     target, source = _example(form, dtype)
     for tensor in (target, source):
         for dim in range(tensor.dim()):
-            torch._dynamo.maybe_mark_dynamic(tensor, dim)
+            probes.mark_dynamic(tensor, dim)
     function, arguments = bind.only_call(noting, lambda: compiled(target, source))
     names = {id(target): TARGET, id(source): SOURCE}
     sizes = {value: name for name, value in form._asdict().items()}
