@@ -1,4 +1,4 @@
-"""Between an optimizer and its plan: what a step is given, whether it may be taken, and a new plan when one is due."""
+"""Between an optimizer and its plan: collect what a step is given, check it, and make a new plan when needed."""
 
 import sys
 import time
@@ -63,7 +63,7 @@ class Trained(NamedTuple):
 
 
 def is_trained(parameter: Tensor) -> bool:
-    """Whether it may be stepped; all others are left alone, whatever they are."""
+    """Whether a parameter may be stepped. All others are never touched."""
     return parameter.requires_grad or parameter.grad is not None
 
 
@@ -114,7 +114,7 @@ def hyper_of(optimizer: type[Stepped], group: Group) -> dict[str, Any]:
 
 
 def step_of(optimizer: Stepped, group: Group, parameter: Tensor, rule: Rule | None = None) -> Step:
-    """How to step a parameter, by the rule that its group follows now unless it is given."""
+    """The step of a parameter, by `rule` or else by the one that its group follows now."""
     rule = rule or optimizer.rule_of(group)
     return Step(rule, optimizer.storage(group, parameter, rule), group["rounding"], group["maximize"])
 
@@ -179,7 +179,7 @@ def _check(optimizer: Stepped, work: list[Trained]) -> None:
 
 
 def _may_step(optimizer: Stepped) -> bool:
-    """Whether no gradient forbids a step; raise NumericsError if a group would lose its updates."""
+    """Whether all gradients allow a step. Raise NumericsError if a group would lose its updates."""
     if is_skipped(optimizer):
         return False
     for group, name, parameter, state in trained(optimizer):
@@ -220,7 +220,7 @@ def _new_plan(optimizer: Stepped, work: list[Trained], options: list[Options]) -
 
 
 def _contiguous(tensor: Tensor) -> Tensor:
-    """The tensor itself, its memory put in order if need be: a user may have replaced it."""
+    """Return the tensor, made contiguous in place if a user has replaced it by one that is not."""
     if not tensor.is_contiguous():
         tensor.data = tensor.contiguous()
     return tensor

@@ -1,4 +1,4 @@
-"""The calls that a step consists of: blocks in place, parameters whose memory has another order, whole parameters."""
+"""The calls of a step: blocks in place, non-contiguous parameters in copies, whole parameters on a GPU."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -12,7 +12,7 @@ class Call(Protocol):
     """A part of a step."""
 
     def operations(self, heads: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Operation]:
-        """What carries it out, given all heads and gradients of the step."""
+        """The operations of the call, given all heads and gradients of the step."""
         ...
 
 
@@ -30,7 +30,7 @@ class InPlace:
 
 
 class Staged:
-    """Steps some slices of a parameter in copies, as its head or its gradient is not contiguous."""
+    """Steps some slices of a parameter in contiguous copies, because its head or gradient is not contiguous."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Staged:
 
 
 class Whole:
-    """Steps a parameter in one go, when asked for: the kernels of a GPU take all of it."""
+    """Steps a whole parameter as soon as its operations are asked for: GPU kernels take all of it."""
 
     def __init__(self, step: Callable[[Tensor, Tensor], None], index: int) -> None:
         self._step, self._index = step, index

@@ -1,4 +1,4 @@
-"""What a kernel is to the engine: it takes blocks of a width, and is bound to one before it is called."""
+"""The engine's view of a kernel: it takes blocks of one width and is bound to a block before it is called."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from torch import Tensor
 from flashopt_compile.engine.layout import Block
 from flashopt_compile.engine.step import Numbers, Step
 
-# A call to be made when a step is carried out, with nothing left to decide.
+# A call with all its arguments, to be made when the step is carried out.
 Operation = partial[Any]
 # Head and gradient, beginning where the block does → what steps the block.
 Bound = Callable[[Tensor, Tensor], list[Operation]]
@@ -44,11 +44,11 @@ class Kernel(Protocol):
     def bind(self, block: Block, t: Tensor, numbers: Numbers) -> Bound: ...
 
     def copy(self, target: Tensor, source: Tensor) -> list[Operation]:
-        """What copies one large tensor to another, whatever the order of their memory."""
+        """Operations that copy one large tensor to another, whatever their memory order."""
         ...
 
 
-# Provides the kernel for blocks of a step, given the dtype of gradients, the device, and numbers like those to come.
+# Returns the kernel for a step, given the dtype of gradients, the device and sample numbers.
 Kernels = Callable[[Step, torch.dtype, torch.device, Numbers], Kernel]
 
 

@@ -55,7 +55,7 @@ class Layout:
 
     @property
     def is_flat(self) -> bool:
-        """Whether it is one row, so that it has no padding but at its very end."""
+        """Whether it is a single row, which has padding only at its end."""
         return self.rows == 1
 
     def cut(self, first: int, elements: int) -> "Layout":
@@ -82,7 +82,7 @@ class Layout:
 
 
 class Part(NamedTuple):
-    """One of the stored tensors of a parameter: an element's number in each place, or a group's."""
+    """A stored tensor of a parameter, with one number per element or per group."""
 
     tensor: Tensor
     is_scale: bool
@@ -127,7 +127,7 @@ class Block:
 
 
 class Tables:
-    """The phases of the groups in a row, which blocks of a plan share."""
+    """Tables of group phases, shared by the blocks of a plan."""
 
     def __init__(self) -> None:
         self._groups: dict[tuple[int, torch.device], Tensor] = {}

@@ -1,4 +1,4 @@
-"""Small parameters, and the rests of rows, copied together into one block."""
+"""Packs: small parameters and the short ends of rows, copied into one block."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,12 +12,12 @@ from flashopt_compile.engine.step import Numbers
 from quant.dither import phases_of
 from quant.rows import Span
 
-# Elements that are packed together, at most: few enough for the kernel to find the copies in the cache.
+# The most elements of a pack: few enough for the copies to stay in the cache.
 PACK_ELEMENTS = 1 << 19
 
 
 class Member(NamedTuple):
-    """What is packed of one parameter: a span of some of its rows, from the element `offset` on."""
+    """The packed part of a parameter: a span of some rows, starting at element `offset`."""
 
     index: int  # among the heads and gradients of the step
     layout: Layout
@@ -36,22 +36,22 @@ class Member(NamedTuple):
 
     @property
     def is_padded(self) -> bool:
-        """Whether a group is short, so that what stands beside it in the block would count as its own."""
+        """Whether a group is short, so that its padding in the block must be zero."""
         return (self.span.last - self.span.first) % self.layout.group_size != 0
 
     def own(self, tensor: Tensor) -> Tensor:
-        """What belongs to the member of its parameter's head or gradient."""
+        """The member's part of its parameter's head or gradient."""
         if self.shape is not None:
             return tensor
         taken = tensor.view(-1)[self.offset : self.offset + self.layout.elements]
         return taken.view(self.span.rows, self.span.columns)[:, self.span.first : self.span.last]
 
     def own_part(self, part: Part) -> Tensor:
-        """What belongs to the member of a stored tensor."""
+        """The member's part of a stored tensor."""
         return part.tensor if self.shape is not None else part.columns(self.span, self.layout.group_size)
 
     def place(self, groups: Tensor, shape: torch.Size | None = None) -> Tensor:
-        """Where its elements, or scales, go in its groups of a block, which are (groups, group size or 1)."""
+        """View the member's groups of a block, (groups, group size or 1), in the shape of its elements or scales."""
         rows = groups.view(self.span.rows, -1)
         if groups.shape[-1] > 1:
             rows = rows[:, : self.span.last - self.span.first]
@@ -59,13 +59,13 @@ class Member(NamedTuple):
 
 
 class Scratch:
-    """Memory that the packs of a plan use in turn."""
+    """Temporary memory that the packs of a plan share."""
 
     def __init__(self) -> None:
         self._memory: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
     def take(self, what: str, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """So many elements, of memory that is shared by all that ask for the same thing."""
+        """Return `elements` elements of the memory kept for `what`."""
         key = what, dtype, device
         if key not in self._memory or len(self._memory[key]) < elements:
             self._memory[key] = torch.zeros(elements, dtype=dtype, device=device)
@@ -126,7 +126,7 @@ class Pack:
                 self._guests += own
                 self._guest_places += places
             rest.append(whole)
-        # What stands beside a short group in its place must be nothing, or it would count.
+        # The padding of short groups must be zero, or it would enter their scales.
         is_padded = not is_resident and any(member.is_padded for member in members)
         self._to_clear = [self._head, self._grad, *rest] if is_padded else []
 
@@ -144,7 +144,7 @@ class Pack:
         self._run = kernel.bind(block, t, numbers)
 
     def operations(self, heads: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Operation]:
-        """What steps the members, given all heads and gradients of the step."""
+        """Operations that step the members, given all heads and gradients of the step."""
         own = [member.own(heads[member.index]) for member in self._members]
         own_grads = [member.own(grads[member.index]) for member in self._members]
         before = [
@@ -164,7 +164,7 @@ class Pack:
         ]
 
     def _places(self, whole: Tensor, shapes: Sequence[torch.Size | None]) -> list[Tensor]:
-        """The places in a block of what belongs to each member."""
+        """Each member's place in a block."""
         parts = whole[: sum(self._counts)].split(self._counts)
         return [member.place(part, shape) for member, part, shape in zip(self._members, parts, shapes, strict=True)]
 
@@ -174,7 +174,7 @@ def clears(tensors: list[Tensor]) -> list[Operation]:
 
 
 def settle(tensors: Sequence[Tensor], places: Sequence[Tensor]) -> None:
-    """Have tensors lie at their places, where their values are copied.
+    """Move tensors, with their values, into the memory of their places.
 
     Each gets a storage of its own, a part of the pack's memory, so that it is saved, pickled and copied without the
     rest of the pack.

@@ -79,7 +79,7 @@ def depends_on(given: Given, options: Sequence[Options]) -> tuple[Any, ...]:
 
 
 class Plan:
-    """A step worked out, to be taken again and again for as long as it holds."""
+    """A step worked out once and taken again for as long as nothing it depends on changes."""
 
     def __init__(self, given: Given, options: Sequence[Options], work: Sequence[Work], kernels: Kernels) -> None:
         self._parameters = given.parameters  # kept, so that no other can get their ids
@@ -103,7 +103,7 @@ class Plan:
         self._known = depends_on(given, options)
 
     def take(self, given: Given, options: Sequence[Options], may_step: Callable[[], bool] | None = None) -> bool:
-        """Step, with the values that hyper-parameters have now; return false if the plan does not hold any more.
+        """Step with the current hyper-parameters; return false if the plan no longer holds.
 
         `may_step` is asked first, where it is for the gradients' values to decide.
         """
@@ -128,7 +128,7 @@ class Plan:
         for index in self._in_place:
             if grads[index].data_ptr() == heads[index].data_ptr():  # it would change while it is read
                 grads = [*grads[:index], grads[index].clone(), *grads[index + 1 :]]
-        # For autograd to notice that what it may have saved is no longer what it was.
+        # Autograd then notices that tensors it may have saved have changed.
         increment_version([heads[index] for index in self._in_place if not heads[index].is_inference()])
         for stage, count in self._stages:
             operations: list[Operation] = []
@@ -146,7 +146,7 @@ class Plan:
 
 
 def _steady_values(options: Options) -> tuple[Any, ...] | None:
-    """A group's values; None if one may change unnoticed, as a tensor's or a list's can."""
+    """A group's values; None if one is a tensor or list, which may change unnoticed."""
     return options.values if all(map(_is_steady, options.values)) else None
 
 

@@ -1,4 +1,4 @@
-"""Parameters → the calls of a step: large ones in place, small ones and the rests of rows in packs."""
+"""Parameters → the calls of a step: large ones in place, small ones and the short ends of rows in packs."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from quant.rows import Span
 
 # Parameters with fewer elements are packed: a call costs more than the copies.
 SMALL_ELEMENTS = 1 << 16
-# Elements of a parameter that are copied at once because its memory has another order.
+# Elements of a non-contiguous parameter that are copied at a time.
 STAGED_ELEMENTS = 1 << 19
 
 
@@ -105,7 +105,7 @@ class Planner:
             self._separate(kernel)
 
     def _separate(self, kernel: Kernel) -> None:
-        """Have all that was added so far be stepped, and stored, before what comes next."""
+        """Step and store everything added so far before what comes next."""
         self._flush()
         if not kernel.is_deferred:
             self._breaks.append(len(self._calls))
@@ -172,7 +172,7 @@ class Planner:
             yield Staged([call for call, _ in inner._calls], index, slices, (head, grad), kernel)
 
     def _wait_in_parts(self, kernel: Kernel, item: Item, member: Member) -> None:
-        """Have a member packed, by so many rows at a time that packs stay small."""
+        """Pack a member, few enough rows at a time to keep packs small."""
         layout, span = member.layout, member.span
         rows = max(1, PACK_ELEMENTS // (member.groups_per_row * layout.group_size))
         for row in range(0, span.rows, rows):
@@ -211,7 +211,7 @@ class Planner:
 
 
 def cuts(layout: Layout, elements: int, width: int) -> Iterator[tuple[int, int]]:
-    """Where to cut a layout, in parts of at most so many elements: first element and count."""
+    """Cut a layout into parts of at most `elements` elements: first element and count of each."""
     unit = width if layout.is_flat and layout.row_starts is None else layout.columns
     each = max(1, elements // unit) * unit
     for first in range(0, layout.elements, each):
@@ -219,7 +219,7 @@ def cuts(layout: Layout, elements: int, width: int) -> Iterator[tuple[int, int]]
 
 
 def shared_memory(tensors: Sequence[Tensor]) -> set[int]:
-    """Which of the tensors have memory that another one has too, as weights tied by `.data` have."""
+    """The indices of tensors that share memory with another, as weights tied by `.data` do."""
     ranges = sorted((*_extent(tensor), index) for index, tensor in enumerate(tensors) if tensor.numel())
     shared: set[int] = set()
     for number, (_, end, index) in enumerate(ranges):

@@ -49,7 +49,7 @@ class Place(NamedTuple):
             rows, lanes = block_phases(block)
             return spread(now + rows, block) + lanes
         rows, groups, lanes = self.table
-        # Expanded, so that it is computed for each row of the block, beside all else that belongs to a row.
+        # Expanded, so that Inductor computes it in the same loop as everything else that belongs to a row.
         own = rows.expand(*block.shape[:-1], -1)
         return spread(once(own + now + groups), block) + lanes
 
@@ -142,7 +142,7 @@ def trace(
     shape = tuple(copies[0].shape)
     places = [Place.at(start + offset) for offset, _ in step.storage.blocks(shape, copies)]
     if positions is not None:
-        # As if they were the gradient, which is cut into blocks like any number of an element.
+        # Passed in the gradient's place, phases are cut into blocks like any other elements.
         phases = [copies[0], phases_of(positions), *copies[2:]]
         none = torch.zeros((), dtype=torch.int32, device=positions.device)
         no_groups = none.reshape(1)

@@ -78,7 +78,7 @@ class Storage:
         if not elements:
             return []
         if self.grouped is None:
-            # In rows, however many there are, a compiler knows that all loads may be wide.
+            # With rows of a fixed length the compiler knows that all loads may be wide.
             rows = (-1,) if elements % FLAT_COLUMNS else (-1, FLAT_COLUMNS)
             return [(0, [tensor.view(rows) for tensor in tensors])]
         rows = self.grouped.rows(shape)

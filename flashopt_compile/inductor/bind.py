@@ -27,11 +27,11 @@ class Unbound(Exception):
 
 
 class NotCompiled(Unbound):
-    """torch.compile has not compiled anything, and run the step as it is."""
+    """torch.compile has run the step without compiling it."""
 
 
 class Noting:
-    """A backend for torch.compile: Inductor, noting which graphs it has compiled.
+    """A backend for torch.compile: Inductor, recording the graphs it compiles.
 
     No more is noted than what belongs to the function that this backend was given to.
     """
@@ -56,7 +56,7 @@ class Noting:
 
 @dataclass(frozen=True)
 class Found:
-    """The C++ function that a compiled step comes to, and what each of its arguments is.
+    """The C++ function of a compiled step, and the meaning of each argument.
 
     Arguments are the number of a leaf of the call, the name of a size, or None: a number that the function computes for
     itself, and needs memory for.
@@ -152,12 +152,12 @@ def only_call(noting: Noting, run: Callable[[], Any]) -> tuple[Callable[..., Non
 
 
 def _is_own_number(tensor: Tensor, in_use: set[int]) -> bool:
-    """Whether it is a number that the function computes for itself; anything else would be kept between two loops."""
+    """Whether the tensor is a single number that the function computes for itself."""
     return tensor.dim() == 0 and tensor.element_size() == 4 and tensor.untyped_storage().data_ptr() not in in_use
 
 
 def _run_noting(real: Any, calls: list[tuple[Any, tuple[Any, ...]]], inputs: Any) -> Any:
-    """Run what Inductor wrote around its C++ functions, in a copy that notes each call of these."""
+    """Run a copy of Inductor's Python wrapper that records each call of a C++ function."""
     function = getattr(real, "__func__", real)
     own = {
         name: _noting(each, calls) if name.startswith(PREFIX) else each for name, each in function.__globals__.items()

@@ -80,7 +80,7 @@ def prepare(step: Step, parameter: Tensor, numbers: Numbers) -> bool:
 
 
 def kind_of(step: Step, parameter: Tensor) -> tuple[Any, ...]:
-    """Equal for parameters that `prepare` need be called with but once."""
+    """A key that is equal for parameters which share what `prepare` compiles."""
     shape = () if works_in_blocks(parameter.device) else tuple(parameter.shape)
     return step, parameter.dtype, parameter.device, shape
 
@@ -99,7 +99,7 @@ def compile_in_place(step: Step, **options: Any) -> Callable[..., None]:
 
 
 def mark_rows(tensor: Tensor) -> None:
-    """Have Dynamo not bake in how many rows and groups there are, only how long a group is."""
+    """Tell Dynamo that the numbers of rows and groups change, and only a group's length is fixed."""
     for dim in range(max(1, tensor.dim() - 1)):
         probes.mark_dynamic(tensor, dim)
 
@@ -173,7 +173,7 @@ class BoundKernel:
 
 
 def _remembered(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-    """What was made for a key in this process; made now if need be. Of many, the least recently used are forgotten."""
+    """Return what was made for a key, making it on first use. The least recently used are forgotten."""
     with _compiling:
         if key not in _kernels:
             _kernels[key] = make()
@@ -325,6 +325,6 @@ def _import_inductor() -> None:
 
 
 def _give_own_code(kernel: FunctionType, step: Step) -> None:
-    """Dynamo counts graphs, and gives up at eight, per code object: each kernel gets one of its own."""
+    """Give a kernel its own code object: Dynamo allows eight graphs for each."""
     code: CodeType = kernel.__code__
     kernel.__code__ = code.replace(co_name=f"{step.rule.name}_step_{next(_numbers_of_kernels)}")

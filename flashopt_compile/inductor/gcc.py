@@ -1,4 +1,4 @@
-"""Who makes vectors of the loops that Inductor writes for a CPU: gcc, wherever it can, or else Inductor itself.
+"""Choose who vectorizes the loops that Inductor writes for a CPU: gcc where possible, else Inductor.
 
 gcc takes loops over single elements, for whatever processor it compiles for, and works on four vectors at a time, so
 that one is worked on while another waits; Inductor's own vectors come one by one (docs/performance.md).
@@ -24,7 +24,7 @@ WIDE_FLAGS = "-mtune=skylake-avx512 -mprefer-vector-width=512"
 
 
 def groups_per_row(group_size: int) -> int:
-    """How many groups gcc is to work on at once: as many elements as a vector has bytes, or it makes shorter ones."""
+    """Groups that gcc should process at once: as many elements as a vector has bytes, or it uses shorter vectors."""
     return max(1, _vector_bits() // 8 // group_size)
 
 

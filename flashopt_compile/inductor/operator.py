@@ -35,7 +35,7 @@ _roots: set[CodeType] = set()
 _TAGS = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
 _LIBRARY = torch.library.Library("flashopt_compile", "FRAGMENT")
 _LIBRARY.define("numbers(Tensor handle, int group, str rule, int count) -> Tensor", tags=_TAGS)
-# The handle is said to change, for compilers to keep steps, and to keep them in order.
+# Declaring the handle mutated makes compilers keep steps, and keep them in order.
 _LIBRARY.define("step(Tensor(a!) handle) -> ()", tags=_TAGS)
 _LIBRARY.define(
     "step_given(Tensor(a!) handle, Tensor(b!)[] heads, Tensor[] grads, int[] positions, bool grad_mode) -> ()",
@@ -52,7 +52,7 @@ def new_handle(owner: Owner) -> Tensor:
 
 
 def register_root(function: Any) -> None:
-    """Have `is_alone` know a function of which a graph may consist."""
+    """Register a function that `is_alone` recognises as a whole graph."""
     _roots.add(function.__code__)
 
 
@@ -106,7 +106,7 @@ def _step_given(
 
 
 def _nothing(*_: Any) -> None:
-    """What the operators do to tensors without values: nothing that a graph sees."""
+    """The operators' effect on fake tensors: none."""
 
 
 for _name, _function, _fake in (

@@ -208,7 +208,7 @@ def guards() -> dict[str, Any]:
 
 
 def mark_dynamic(tensor: Tensor, dim: int) -> None:
-    """Have Dynamo not bake the size of a dim into a graph."""
+    """Tell Dynamo that the size of a dim changes."""
     if MARKS.is_open():
         MARKS.needs[0].find()(tensor, dim)
 
