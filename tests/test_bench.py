@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench import __main__ as command
-from bench import formats, fresh, peers, speed
+from bench import callers, formats, fresh, layouts, peers, speed
 from bench.peers import Contender, Runner
 from bench.speed import QUICK, BaselineError, Comparison, Plan, blaming_baseline, race, rounds_of
 from bench.speed_picture import draw
@@ -210,7 +210,13 @@ def test_picture_draws_any_outcome(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"), [([], ["speed", "formats"]), (["speed"], ["speed"]), (["formats"], ["formats"])]
+    ("arguments", "expected"),
+    [
+        ([], ["speed", "layouts", "callers", "formats"]),
+        (["speed"], ["speed"]),
+        (["callers"], ["callers"]),
+        (["formats"], ["formats"]),
+    ],
 )
 def test_command_runs_what_it_is_asked_for(arguments: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch):
     ran: list[str] = []
@@ -220,6 +226,8 @@ def test_command_runs_what_it_is_asked_for(arguments: list[str], expected: list[
         raise SystemExit(1)
 
     monkeypatch.setattr(speed, "main", lambda quick, out: ran.append("speed"))
+    monkeypatch.setattr(layouts, "main", lambda quick: ran.append("layouts"))
+    monkeypatch.setattr(callers, "main", lambda quick: ran.append("callers"))
     monkeypatch.setattr(formats, "main", missed_goal)
     command.main(arguments)
     assert ran == expected
