@@ -1,4 +1,4 @@
-"""The versions of torch that the whole suite was run with: older ones are refused on import, newer ones warned of.
+"""The versions of torch that this library is for: older ones are refused on import, newer ones warned of.
 
 Nothing else looks at a version. What a torch can do is found by probes (`flashopt_compile/inductor/probes.py`).
 """
