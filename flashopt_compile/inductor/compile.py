@@ -201,11 +201,11 @@ def _compiled_kernel(step: Step, grad_dtype: torch.dtype, device: torch.device, 
     otherwise than compiled ones, so the plain kernel decides.
     """
     given = step, grad_dtype, device, numbers
-    tiled, why, why_not = None, "", probes.BINDING.fault()
+    tiled, why, is_unbound, why_not = None, "", False, probes.BINDING.fault()
     if why_not is None:
         try:
             if for_gcc := gcc.loops_for_gcc():
-                tiled, why = _try_to_bind(*given, for_gcc)
+                tiled, why, is_unbound = _try_to_bind(*given, for_gcc)
         except bind.NotCompiled:
             raise
         except Exception as error:  # no compiler can be found
@@ -214,14 +214,16 @@ def _compiled_kernel(step: Step, grad_dtype: torch.dtype, device: torch.device, 
             return tiled
     plain: Kernel | None = None
     if why_not is None:
-        plain, why_not = _try_to_bind(*given, {})
+        plain, why_not, _ = _try_to_bind(*given, {})
     plain = plain or _computing_kernel(*given)
     if tiled is not None:
         if example.agree(tiled, plain, *given):
             return tiled
-        why = "they give other bits than the plain compiled step"
+        why, is_unbound = "they give other bits than the plain compiled step", False
     if why and why != why_not:
-        probes.TILES.close(why)
+        # If neither way can be bound, it is not for the tiles.
+        path = probes.BINDING if is_unbound and not isinstance(plain, BoundKernel) else probes.TILES
+        path.close(why)
     elif why_not and not probes.COMPILER.fault() and not probes.TILES.fault():
         probes.BINDING.close(why_not)
     return plain
@@ -229,14 +231,18 @@ def _compiled_kernel(step: Step, grad_dtype: torch.dtype, device: torch.device, 
 
 def _try_to_bind(
     step: Step, grad_dtype: torch.dtype, device: torch.device, numbers: Numbers, for_gcc: dict[str, Any]
-) -> tuple[BoundKernel | None, str]:
-    """A bound kernel, or why there is none: whatever fails in the private parts of an unknown torch has a way round."""
+) -> tuple[BoundKernel | None, str, bool]:
+    """A bound kernel; or None, why, and whether it was compiled but cannot be bound.
+
+    Whatever fails in the private parts of an unknown torch has a way round.
+    """
     try:
-        return _bound_kernel(step, grad_dtype, device, numbers, for_gcc), ""
+        return _bound_kernel(step, grad_dtype, device, numbers, for_gcc), "", False
     except bind.NotCompiled:
         raise
     except Exception as error:
-        return None, str(error) if isinstance(error, bind.Unbound) else probes.reason_of(error)
+        is_unbound = isinstance(error, bind.Unbound)
+        return None, str(error) if is_unbound else probes.reason_of(error), is_unbound
 
 
 def _bound_kernel(
