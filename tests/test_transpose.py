@@ -41,20 +41,24 @@ def test_a_form_names_the_same_elements(pair: tuple[Tensor, Tensor]):
 
 @pytest.mark.parametrize("rows", [64, 70])
 def test_the_usual_orders_have_a_form(rows: int):
-    matrix = torch.zeros(80, rows).t()
+    matrix, wide = torch.zeros(80, rows).t(), torch.zeros(650, rows).t()
     image = torch.zeros(rows, 12, 3, 3).contiguous(memory_format=torch.channels_last)
-    for tensor in (matrix, image, matrix[3:9], image[2:5]):
+    for tensor in (matrix, wide, image, matrix[3:9], wide[3:9], image[2:5]):
         strides = tensor.contiguous().stride()
         there = transpose.form_of(tensor.shape, strides, tensor.stride())
         back = transpose.form_of(tensor.shape, tensor.stride(), strides)
         assert there is not None and back is not None
         assert there[:3] != (1, 1, 1) and back[0] * back[1] * back[2] == tensor.numel()
+        numbered = torch.arange(tensor.numel(), dtype=torch.float32).view(tensor.shape)
+        back.view_target(tensor).copy_(back.view_source(numbered))
+        assert torch.equal(tensor, numbered)
 
 
 def weights() -> list[Tensor]:
     random = torch.Generator().manual_seed(0)
     made = [
         torch.randn(300, 320, generator=random).t(),
+        torch.randn(640, 200, generator=random).t(),  # wide: in blocks of columns
         torch.randn(64, 130, 3, 3, generator=random).to(memory_format=torch.channels_last),
     ]
     return [torch.nn.Parameter(each.to(torch.bfloat16)) for each in made]

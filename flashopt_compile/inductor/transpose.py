@@ -16,6 +16,9 @@ from flashopt_compile.inductor import bind, probes
 
 TARGET, SOURCE = 0, 1  # arguments of the C++ function that are no sizes
 TILE = 32  # rows that Inductor transposes at once, or a multiple of it
+# Each column of the source may lie in a page of its own, of which a processor knows only so many. Matrices with more
+# columns than WIDE are cut into blocks of at most MOST_COLUMNS.
+WIDE, MOST_COLUMNS = 512, 128
 # Sizes to compile for, which all differ, and enough of them for Inductor to use threads.
 EXAMPLE = (5, 203, 307)
 
@@ -57,9 +60,19 @@ def form_of(shape: Sequence[int], target_strides: Sequence[int], source_strides:
     (batch, target_batch, source_batch), (rows, target_row, source_step) = sorted(outer, key=lambda dim: dim[2] == 1)
     if target_step != 1 or source_step != 1 or source_column == 1:
         return None
-    if batch == 1 and rows % TILE == 0:  # only batches are shared among threads
-        batch, rows, target_batch, source_batch = rows // TILE, TILE, TILE * target_row, TILE
-    return Form(batch, rows, columns, target_batch, target_row, source_batch, source_column)
+    form = Form(batch, rows, columns, target_batch, target_row, source_batch, source_column)
+    return _in_blocks(form) if batch == 1 else form
+
+
+def _in_blocks(form: Form) -> Form:
+    """Cut a single matrix into blocks, for threads to share: only batches are shared among them."""
+    columns = next((n for n in range(MOST_COLUMNS, TILE - 1, -1) if form.columns % n == 0), form.columns)
+    if form.columns > WIDE and columns < form.columns:
+        batches = {"target_batch": columns, "source_batch": columns * form.source_column}
+        return form._replace(batch=form.columns // columns, columns=columns, **batches)
+    if form.rows % TILE == 0:
+        return form._replace(batch=form.rows // TILE, rows=TILE, target_batch=TILE * form.target_row, source_batch=TILE)
+    return form
 
 
 @dataclass(frozen=True)
