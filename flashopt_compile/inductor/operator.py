@@ -45,6 +45,8 @@ _LIBRARY.define(
 
 def new_handle(owner: Owner) -> Tensor:
     """The number by which graphs know an optimizer, in a tensor, so that one graph serves several. No two are alike."""
+    # Not when this module is imported, as that would import Dynamo; torch.optim does when an optimizer is made.
+    torch.compiler.assume_constant_result(is_alone)
     number = next(_handles)
     _owners[number] = owner
     with torch.inference_mode(False):
@@ -56,7 +58,6 @@ def register_root(function: Any) -> None:
     _roots.add(function.__code__)
 
 
-@torch.compiler.assume_constant_result
 def is_alone() -> bool:
     """Whether the graph that Dynamo is tracing is a step and nothing else: one of the roots is its outermost frame.
 
