@@ -27,7 +27,7 @@ ORDER: dict[str, list[str]] = {
     ],
     "flashopt_compile.distributed": ["shards"],
     "flashopt_compile.checkpoint": ["values", "plain", "flashoptim", "foreign", "states", "weights", "file", "archive"],
-    "flashopt_compile.inspection": ["memory", "numerics"],
+    "flashopt_compile.inspection": ["memory", "numerics", "patience"],
     "flashopt_compile.kernels": [
         *("targets", "pretend", "source", "emit", "traffic", "offline", "interpret", "stray", "report"),
     ],

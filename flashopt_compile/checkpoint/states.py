@@ -153,7 +153,8 @@ def understood_options(owner: str, keeper: Keeper, group: Group, saved: Group) -
         saved = flashoptim.read_options(dict(saved))
     except ValueError as error:
         raise ValueError(f"{owner}: the state dict's {error}.") from None
-    known = {name: group[name] for name in (*keeper.hyper, *STORAGE_OPTIONS)}
+    kept = [name for name in TORCH_OPTIONS if name in group]  # say how to compute, not what was computed
+    known = {name: group[name] for name in (*keeper.hyper, *STORAGE_OPTIONS, *kept)}
     options = {**known, **{key: value for key, value in saved.items() if key not in TORCH_OPTIONS}}
     options["compress_state_dict"] = group["compress_state_dict"]  # says how to save, not what was saved
     check_options(owner, options, keeper.hyper)
