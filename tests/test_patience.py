@@ -5,12 +5,11 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 from training import parameters, train
 
-from flashopt_compile import FlashAdamW
+from flashopt_compile import FlashAdamW, stepping
 from flashopt_compile.inspection import patience
 
 
@@ -20,11 +19,9 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture(autouse=True)
-def anew(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+def anew(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(patience, "_told", threading.Event())
     caplog.set_level(logging.INFO, logger="flashopt_compile")
-    yield
-    assert not [each for each in threading.enumerate() if isinstance(each, threading.Timer) and not each.daemon]
 
 
 def wait(seconds: float) -> None:
@@ -54,16 +51,18 @@ def test_what_is_no_terminal_gets_no_line(
     assert capsys.readouterr().err == ""
 
 
-def test_it_is_told_while_a_first_step_works_and_not_after_a_quick_one(
+def test_a_step_is_told_of_only_if_its_plan_takes_long(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    train(FlashAdamW(parameters()), range(1))  # compiled for this process now
+    plan = stepping._new_plan
+    train(FlashAdamW(parameters()), range(1))  # so that the next compiles nothing
     patience._told.clear()
     caplog.clear()
     train(FlashAdamW(parameters()), range(2))
     assert not caplog.records
-    monkeypatch.setattr(patience, "SECONDS", 0.0)
-    train(FlashAdamW(parameters(), eager=True), range(2))
+    monkeypatch.setattr(patience, "SECONDS", 0.05)
+    monkeypatch.setattr(stepping, "_new_plan", lambda *given: (time.sleep(0.5), plan(*given))[1])
+    train(FlashAdamW(parameters(), eager=True), range(2))  # nothing is compiled
     assert not caplog.records
     train(FlashAdamW(parameters()), range(2))
     assert len(caplog.records) == 1
