@@ -26,7 +26,9 @@ ORDER: dict[str, list[str]] = {
         *("versions", "probes", "tiles", "gcc", "bind", "example", "transpose", "compile", "operator"),
     ],
     "flashopt_compile.distributed": ["shards"],
-    "flashopt_compile.checkpoint": ["values", "plain", "flashoptim", "foreign", "states", "weights", "file", "archive"],
+    "flashopt_compile.checkpoint": [
+        *("values", "marks", "plain", "flashoptim", "foreign", "states", "weights", "file", "beside", "archive"),
+    ],
     "flashopt_compile.inspection": ["memory", "numerics", "patience"],
     "flashopt_compile.kernels": [
         *("targets", "pretend", "source", "emit", "traffic", "offline", "interpret", "stray", "report"),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flashopt_compile.checkpoint import flashoptim, foreign, plain
+from flashopt_compile.checkpoint.marks import marks_of
 from flashopt_compile.checkpoint.values import Group, Keeper, State, Values, compress, described, is_tensor
 from flashopt_compile.distributed.shards import as_sharded, is_sharded, local, part_of
 from flashopt_compile.engine.storage import Storage
@@ -56,6 +57,7 @@ def outgoing(keeper: Keeper, state_dict: dict[str, Any]) -> dict[str, Any]:
         "optimizer": keeper.kind(),
         "library": library_version(),
         "states": len(states),
+        "marks": marks_of([each for group in keeper.param_groups for each in group["params"]]),
         "dtypes": [str(each.dtype).removeprefix("torch.") for group in keeper.param_groups for each in group["params"]],
     }
     return {**state_dict, "state": states, "param_groups": groups, STAMP: stamp}
