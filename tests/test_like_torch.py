@@ -348,4 +348,6 @@ def test_a_parameter_may_be_swapped_for_another_tensor(shape: tuple[int, ...], e
         replace(p, new)
         return stored(train(optimizer, range(2, 4)))
 
-    assert_identical(course(torch.utils.swap_tensors), course(lambda p, new: p.data.copy_(new.data)))
+    assert_identical(
+        course(torch.utils.swap_tensors), course(lambda p, new: setattr(p, "data", p.data.copy_(new.data)))
+    )
