@@ -10,6 +10,7 @@ from flashopt_compile.checkpoint.states import library_version
 from flashopt_compile.inspection.numerics import Health, NumericsError
 from flashopt_compile.optimizer import FlashOptimizer
 from flashopt_compile.optimizers import FlashAdam, FlashAdamW, FlashLion, FlashSGD, FlashSGDW
+from flashopt_compile.planning.plan import MemoryPlan, memory_plan
 from flashopt_compile.rule import Moved, debias, ema, number, rule, unbias
 from quant import ROOT8, SIGNED8, compute_ecc_bits, dequantize, quantize, reconstruct_fp32_param
 
@@ -26,6 +27,7 @@ __all__ = [
     "FlashSGD",
     "FlashSGDW",
     "Health",
+    "MemoryPlan",
     "Moved",
     "NumericsError",
     "__version__",
@@ -36,6 +38,7 @@ __all__ = [
     "ema",
     "flashoptim_state_dict",
     "load",
+    "memory_plan",
     "number",
     "quantize",
     "reconstruct_fp32_param",

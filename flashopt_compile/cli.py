@@ -11,6 +11,7 @@ import torch
 from flashopt_compile.checkpoint.states import library_version
 
 COMMANDS = {
+    "plan": "what training a model takes on each device, beside other optimizers, before anything is allocated",
     "kernels": "the GPU kernels of a step, written and compiled without a GPU",
     "bench": "the speed of a step beside torch and other libraries",
     "inspect": "what a checkpoint holds: parts and their bytes, versions, and the health of its numbers",

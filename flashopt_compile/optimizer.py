@@ -25,6 +25,7 @@ from flashopt_compile.options import (
     check_torch_options,
     given_options,
     signature,
+    torch_defaults,
 )
 from flashopt_compile.rule import Rule
 
@@ -47,24 +48,26 @@ class FlashOptimizer(torch.optim.Optimizer):
     decays_by_penalty: ClassVar[bool] = False  # weight decay is an L2 penalty on the gradient
     torch_names: ClassVar[dict[str, str]] = {}  # what torch.optim calls the rule's states
     namesake: ClassVar[type[Any] | None] = None  # the optimizer of torch.optim that does the same
+    implementation: ClassVar[dict[str, Any]]  # its options that say how and not what it computes
 
     def __init_subclass__(cls, rule: Rule | None = None, **flags: Any) -> None:
         super().__init_subclass__()
         if rule is not None:
             cls.rule = rule
             cls.hyper = {**dict(rule.hyper), **flags}
-            keywords = {**cls.hyper, **STORAGE_OPTIONS, "eager": False}
+            cls.implementation = torch_defaults(cls.namesake)
+            keywords = {**cls.hyper, **STORAGE_OPTIONS, **cls.implementation, "eager": False}
             cls.__signature__ = signature("params", keywords)  # pyright: ignore[reportAttributeAccessIssue]
 
     def __init__(self, params: Any, *args: Any, eager: bool = False, **options: Any) -> None:
-        given = given_options(type(self).__name__, self.hyper, args, options)
+        given = given_options(type(self).__name__, self.hyper, self.implementation, args, options)
         check_flag(type(self).__name__, "eager", eager)
         self.eager = eager
         self.plan: Plan | None = None
         self.dtypes: dict[Tensor, torch.dtype] = {}  # of each parameter when its state was made: tails depend on it
         self.handle = operator.new_handle(self)
         self.rules: list[Rule] = []  # of each group, for graphs that trace a step
-        super().__init__(params, {**self.hyper, **STORAGE_OPTIONS, **given})
+        super().__init__(params, {**self.hyper, **STORAGE_OPTIONS, **self.implementation, **given})
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group of parameters with options of its own, as in torch.optim; nothing is added on an error."""
@@ -73,7 +76,7 @@ class FlashOptimizer(torch.optim.Optimizer):
         if isinstance(params, set):
             raise TypeError(f"{owner}: params is a set, whose order differs from run to run; allowed is a list.")
         params = [params] if isinstance(params, Tensor) else list(params)
-        options = flashoptim.given_options(owner, check_torch_options(owner, param_group))
+        options = flashoptim.given_options(owner, check_torch_options(owner, param_group, self.implementation))
         check_keys(owner, options, self.hyper)
         group = {**self.defaults, **options}
         check_options(owner, group, self.hyper)
@@ -241,4 +244,6 @@ class FlashOptimizer(torch.optim.Optimizer):
         self.plan = None
         self.handle = operator.new_handle(self)
         super().__setstate__(state)
+        for group in self.param_groups:  # those of versions before 0.7 lack them
+            group.update({**self.implementation, **group})
         self.rules = [self.rule_of(group) for group in self.param_groups]

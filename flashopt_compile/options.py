@@ -24,7 +24,8 @@ STORAGE_OPTIONS: dict[str, Any] = {
     "check_numerics": False,
     "skip_nonfinite": False,
 }
-# Arguments of torch.optim that choose one of its implementations. Ours is always fused and never differentiable.
+# Arguments of torch.optim that choose one of its implementations, with the values we support, the default first. Ours
+# is always fused and never differentiable.
 TORCH_OPTIONS: dict[str, tuple[Any, ...]] = {
     "foreach": (None, False, True),
     "fused": (None, False, True),
@@ -33,6 +34,7 @@ TORCH_OPTIONS: dict[str, tuple[Any, ...]] = {
     "amsgrad": (False,),
     "decoupled_weight_decay": (False,),  # an option of Adam; we have FlashAdamW
 }
+COMMON_TORCH_OPTIONS = ("foreach", "fused", "capturable", "differentiable")  # of nearly all optimizers in torch.optim
 
 LIKENESS = 0.85  # of a misspelt key; max_momentum, which a scheduler adds, is 0.8 like momentum
 
@@ -99,7 +101,7 @@ def signature(first: str, keywords: Mapping[str, Any]) -> inspect.Signature:
 
 
 def given_options(
-    owner: str, hyper: Mapping[str, Any], args: tuple[Any, ...], options: dict[str, Any]
+    owner: str, hyper: Mapping[str, Any], theirs: Mapping[str, Any], args: tuple[Any, ...], options: dict[str, Any]
 ) -> dict[str, Any]:
     """A constructor's arguments by name. Hyper-parameters may come by position or name, other options by name."""
     if len(args) > len(hyper):
@@ -108,10 +110,10 @@ def given_options(
     twice = given.keys() & options.keys()
     if twice:
         raise TypeError(f"{owner}: {sorted(twice)[0]} is given twice.")
-    given |= check_torch_options(owner, options)
+    given |= check_torch_options(owner, options, theirs)
     known = {**hyper, **STORAGE_OPTIONS}
     for name in given:
-        if name not in known:
+        if name not in known and name not in theirs:
             raise TypeError(f"{owner}: unknown option {name!r}; allowed are {', '.join(known)}.")
     return given
 
@@ -133,18 +135,27 @@ def check_options(owner: str, options: Mapping[str, Any], hyper: Mapping[str, An
         )
 
 
-def check_torch_options(owner: str, options: dict[str, Any]) -> dict[str, Any]:
-    """`options` without those that only choose among torch.optim's implementations. What we lack is refused."""
+def check_torch_options(owner: str, options: dict[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """`options` without those of torch.optim that its namesake, with the options `theirs`, does not have.
+
+    ValueError for one that asks for what we lack.
+    """
     for name, allowed in TORCH_OPTIONS.items():
         if name in options and options[name] not in allowed:
             values = " or ".join(repr(value) for value in allowed)
             raise ValueError(f"{owner}: {name} is {options[name]!r}; supported is {values}.")
-    return {name: value for name, value in options.items() if name not in TORCH_OPTIONS}
+    return {name: value for name, value in options.items() if name in theirs or name not in TORCH_OPTIONS}
+
+
+def torch_defaults(namesake: type[Any] | None) -> dict[str, Any]:
+    """The options of TORCH_OPTIONS that parameter groups carry, for tools that read them, with torch's defaults."""
+    theirs = {*COMMON_TORCH_OPTIONS, *(inspect.signature(namesake).parameters if namesake else ())}
+    return {name: supported[0] for name, supported in TORCH_OPTIONS.items() if name in theirs}
 
 
 def check_keys(owner: str, options: Mapping[str, Any], hyper: Mapping[str, Any]) -> None:
     """Raise TypeError for a parameter group's key that is nearly one of ours. Others are the user's own."""
-    known = [*hyper, *STORAGE_OPTIONS, "params", "param_names", "initial_lr"]
+    known = [*hyper, *STORAGE_OPTIONS, *TORCH_OPTIONS, "params", "param_names", "initial_lr"]
     for key in options:
         close = [] if key in known or not isinstance(key, str) else get_close_matches(key.lower(), known, 1, LIKENESS)
         if close:

@@ -2,7 +2,8 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from operator import itemgetter
 from types import NoneType
@@ -20,6 +21,7 @@ from flashopt_compile.engine.step import Numbers, Step
 from flashopt_compile.engine.storage import Storage
 from flashopt_compile.inductor import compile as inductor
 from flashopt_compile.inspection import numerics
+from flashopt_compile.inspection.patience import patience
 from flashopt_compile.options import (
     STORAGE_OPTIONS,
     check_dtype,
@@ -133,13 +135,19 @@ def take(optimizer: Stepped) -> None:
     if optimizer.plan is not None and optimizer.plan.take(given, options, may_step):
         return
     optimizer.plan = None  # what it holds is free for the next one
+    with nullcontext() if optimizer.eager else patience(type(optimizer).__name__):
+        optimizer.plan = _take_new_plan(optimizer, options, may_step)
+
+
+def _take_new_plan(optimizer: Stepped, options: list[Options], may_step: Callable[[], bool] | None) -> Plan | None:
+    """Step by a new plan and return it; None if it does not hold even now."""
     with torch.inference_mode(False), torch.no_grad():  # what is made here outlives a mode that the step is in
         work = [each for each in trained(optimizer) if each.parameter.grad is not None]
         _check(optimizer, work)
         if not work:
-            return
+            return None
         plan = _new_plan(optimizer, work, options)
-    optimizer.plan = plan if plan.take(_given(optimizer), options, may_step) else None
+    return plan if plan.take(_given(optimizer), options, may_step) else None
 
 
 def _given(optimizer: Stepped) -> Given:

@@ -25,6 +25,7 @@ from quant.ulp import (
     narrowed,
     nearest,
     nearest_fast,
+    once,
     overflow,
     select,
     spacing,
@@ -103,6 +104,8 @@ class Split:
         value, correction = self._terms(head, tail)
         rest = correction + by
         rounded = nearest_fast(value + rest, self.narrow)
+        if self.tail != torch.int8 and not self.narrow.is_cut_fp32:
+            rounded = once(rounded)  # Inductor traces it anew for each use, and so on; compiling would take a minute
         rest = rest - (rounded - value)
         if self.tail != torch.int8:  # the fp32 total is coarser than the codes, and may be a tie only by rounding
             count = (rest * two_over(binade(rounded, self.narrow))) * 2.0 ** (self.narrow.significand_bits - 2)

@@ -16,6 +16,7 @@ ORDER: dict[str, list[str]] = {
     "flashopt_compile": [
         *("rule", "rules", "engine", "inductor", "distributed", "options", "checkpoint", "inspection"),
         *("stepping", "tracing", "cast", "optimizer", "optimizers", "checkpoint.archive"),
+        "planning",
         *("kernels", "commands", "cli", "__main__"),
     ],
     "flashopt_compile.rules": ["adam", "adamw", "lion", "sgd"],
@@ -26,12 +27,15 @@ ORDER: dict[str, list[str]] = {
         *("versions", "probes", "tiles", "gcc", "bind", "example", "transpose", "compile", "operator"),
     ],
     "flashopt_compile.distributed": ["shards"],
-    "flashopt_compile.checkpoint": ["values", "plain", "flashoptim", "foreign", "states", "weights", "file", "archive"],
-    "flashopt_compile.inspection": ["memory", "numerics"],
+    "flashopt_compile.checkpoint": [
+        *("values", "marks", "plain", "flashoptim", "foreign", "states", "weights", "file", "beside", "archive"),
+    ],
+    "flashopt_compile.inspection": ["memory", "numerics", "patience"],
+    "flashopt_compile.planning": ["configs", "peers", "plan"],
     "flashopt_compile.kernels": [
         *("targets", "pretend", "source", "emit", "traffic", "offline", "interpret", "stray", "report"),
     ],
-    "flashopt_compile.commands": ["bench", "table", "convert", "inspect", "verify", "kernels"],
+    "flashopt_compile.commands": ["bench", "table", "plan", "convert", "inspect", "verify", "kernels"],
 }
 LINE_LIMIT = 350
 MODULE_LIMIT = 10
@@ -132,6 +136,11 @@ def test_few_modules_lie_outside_of_folders():
 @pytest.mark.parametrize("path", python_files("quant"), ids=str)
 def test_quant_never_imports_flashopt_compile(path: Path):
     assert not [name for name in imported_names(path) if name.split(".")[0] == "flashopt_compile"]
+
+
+@pytest.mark.parametrize("path", PACKAGE_FILES, ids=str)
+def test_the_package_imports_nothing_of_the_rest_of_the_repository(path: Path):
+    assert not [name for name in imported_names(path) if name.split(".")[0] in ("bench", "tests", "examples")]
 
 
 @pytest.mark.parametrize("path", python_files("quant"), ids=str)

@@ -281,9 +281,9 @@ def test_torch_options_that_we_lack_are_refused(kind: Kind, option: str):
 
 @pytest.mark.parametrize("option", ["foreach", "fused"])
 @pytest.mark.parametrize("value", [None, True, False])
-def test_foreach_and_fused_are_accepted_and_ignored(option: str, value: Any):
+def test_foreach_and_fused_are_accepted_and_kept(option: str, value: Any):
     optimizer = FlashAdamW(parameters([ALIGNED]), **{option: value})
-    assert option not in optimizer.param_groups[0]
+    assert optimizer.param_groups[0][option] is value
 
 
 # Gradients

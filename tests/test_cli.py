@@ -3,11 +3,13 @@
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
 
 from flashopt_compile import cli
+from flashopt_compile.commands import bench
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
@@ -47,3 +49,16 @@ def test_the_package_run_as_a_module_is_the_command():
     refused = subprocess.run([*command, "inspect", "nowhere"], capture_output=True, text=True, timeout=120, check=False)
     assert refused.returncode == 2
     assert "flashopt inspect: nowhere" in refused.stderr
+
+
+def test_the_benchmarks_run_in_a_process_of_their_own(capfd: pytest.CaptureFixture[str]):
+    assert cli.main(["bench", "nothing"]) == 2
+    assert "python -m bench: error: argument what: invalid choice: 'nothing'" in capfd.readouterr().err
+
+
+def test_the_package_without_the_repository_says_that_it_has_no_benchmarks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(bench, "REPOSITORY", tmp_path)
+    assert cli.main(["bench"]) == 2
+    assert "they run in a clone of the repository" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 # pyright: reportPrivateImportUsage=false
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -315,3 +316,38 @@ def wrap_in_fsdp1(use_orig_params: bool, store: str) -> None:
         assert_one_sentence(caught.value, "FlashAdamW", "FSDP2")
     finally:
         distributed.destroy_process_group()
+
+
+# Tools that read options of torch.optim, and swap parameters
+
+
+@pytest.mark.parametrize("kind", [FlashAdam, FlashAdamW, FlashSGD], ids=lambda kind: kind.__name__)
+def test_defaults_and_groups_have_the_options_of_the_namesake(kind: type[FlashOptimizer]):
+    theirs = kind.namesake(parameters([SMALL])).defaults  # pyright: ignore[reportOptionalCall]
+    ours = kind(parameters([SMALL]), fused=True)
+    for name in {"foreach", "capturable", "differentiable", "amsgrad"} & set(theirs):
+        assert ours.defaults[name] is ours.param_groups[0][name] is theirs[name]
+    assert ours.defaults["fused"] is ours.param_groups[0]["fused"] is True
+
+
+def test_an_optimizer_pickled_without_the_options_of_torch_gets_them():
+    optimizer = FlashAdamW(parameters([SMALL]))
+    for name in FlashAdamW.implementation:
+        del optimizer.param_groups[0][name]
+    assert copy.deepcopy(optimizer).param_groups[0].items() >= FlashAdamW.implementation.items()
+
+
+@BOTH
+@pytest.mark.parametrize("shape", [SMALL, LARGE, RAGGED], ids=["small", "large", "ragged"])
+def test_a_parameter_may_be_swapped_for_another_tensor(shape: tuple[int, ...], eager: bool):
+    """torch.utils.swap_tensors refuses tensors that others hold; the optimizer must not be among these."""
+
+    def course(replace: Callable[[Parameter, Parameter], None]) -> list[Tensor]:
+        p, new = parameters([shape, shape])
+        optimizer = train(FlashAdamW([p], eager=eager), range(2))
+        replace(p, new)
+        return stored(train(optimizer, range(2, 4)))
+
+    assert_identical(
+        course(torch.utils.swap_tensors), course(lambda p, new: setattr(p, "data", p.data.copy_(new.data)))
+    )

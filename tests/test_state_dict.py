@@ -10,7 +10,12 @@ import pytest
 import torch
 from oracles import TABLE, Row
 from saving import go_on, new_model, pair, snapshot
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from training import assert_identical, parameters, stored, train
@@ -46,6 +51,34 @@ def test_distributed_checkpoints_of_one_process_resume(is_compressed: bool, tmp_
     assert_identical(snapshot(other, resumed), snapshot(model, optimizer))
     go_on(other, resumed, range(2, 4))
     go_on(model, optimizer, range(2, 4))
+    assert_identical(snapshot(other, resumed), snapshot(model, optimizer))
+
+
+def test_a_distributed_checkpoint_of_a_version_without_the_options_of_torch_loads(tmp_path: Path):
+    model, optimizer = pair()
+    model.zero_grad()
+    saved: Any = get_optimizer_state_dict(model, optimizer)
+    for group in saved["param_groups"]:
+        for name in FlashAdamW.implementation:
+            del group[name]
+    save({"optimizer": saved}, checkpoint_id=tmp_path, no_dist=True)
+    other, resumed = pair(seed=9, steps=0)
+    other.load_state_dict(model.state_dict())
+    loaded = {"optimizer": get_optimizer_state_dict(other, resumed)}
+    load(loaded, checkpoint_id=tmp_path, no_dist=True, planner=DefaultLoadPlanner(allow_partial_load=True))
+    set_optimizer_state_dict(other, resumed, loaded["optimizer"])
+    assert_identical(snapshot(other, resumed), snapshot(model, optimizer))
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True, "foreach": False}], ids=["defaults", "given"])
+def test_a_flattened_distributed_state_dict_resumes(options: dict[str, Any]):
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    model, optimizer = pair(**options)
+    model.zero_grad()
+    saved = get_optimizer_state_dict(model, optimizer, options=flat)
+    other, resumed = pair(seed=9, steps=0, **options)
+    other.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(other, resumed, saved, options=flat)
     assert_identical(snapshot(other, resumed), snapshot(model, optimizer))
 
 

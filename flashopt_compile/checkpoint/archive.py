@@ -4,12 +4,15 @@ import os
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flashopt_compile.checkpoint import file
+from flashopt_compile.checkpoint import beside, file
+from flashopt_compile.checkpoint.marks import found_by_marks
 from flashopt_compile.checkpoint.states import STAMP, check_frame
 from flashopt_compile.checkpoint.values import described
 from flashopt_compile.optimizer import FlashOptimizer
@@ -18,7 +21,7 @@ from flashopt_compile.optimizers import FlashAdam, FlashAdamW, FlashLion, FlashS
 OPTIMIZERS = {each.__name__: each for each in (FlashAdamW, FlashAdam, FlashSGD, FlashSGDW, FlashLion)}
 # The names of a checkpoint's parts, ours and other libraries'.
 MODEL_KEYS = ("model", "model_state_dict", "state_dict")
-OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict")
+OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optimizer_states")  # the last is Lightning's, a list
 STATISTICS = ("running_mean", "running_var")  # buffers; a state dict does not tell them from parameters
 
 
@@ -52,24 +55,36 @@ class Archive:
     """The content of a file from any writer."""
 
     path: str
+    files: tuple[str, ...]
     content: dict[str, Any]
     model: dict[str, Any]
     optimizer: dict[str, Any]
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Archive":
-        """Read and verify a file; ValueError unless it holds a model and an optimizer."""
-        content = file.read(path)
+        """Read and verify a file; ValueError unless it holds a model and an optimizer.
+
+        A folder is searched for the optimizer's file, and a file of an optimizer alone has its model beside it.
+        """
+        path = beside.optimizer_file(Path(path))
+        content, files = file.read(path), [path]
+        if {"state", "param_groups"} <= content.keys():
+            files += beside.weight_files(path)
+            weights: dict[str, Any] = {}
+            for each in files[1:]:
+                weights |= beside.read_safetensors(each) if each.suffix == ".safetensors" else file.read(each)
+            content = {"model": weights, "optimizer": content}
         found = []
         for what, keys in (("model", MODEL_KEYS), ("optimizer", OPTIMIZER_KEYS)):
-            part = next((content[key] for key in keys if isinstance(content.get(key), dict)), None)
+            values = (_only(content.get(key)) for key in keys)
+            part = next((value for value in values if isinstance(value, dict)), None)
             if part is None:
                 raise ValueError(
                     f"{path} has no {what}: its keys are {described(list(content))}, not {' or '.join(keys)}."
                 )
             found.append(dict(part))
         check_frame(str(path), found[1])
-        return cls(str(path), content, *found)
+        return cls(str(path), tuple(map(str, files)), content, *found)
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -77,18 +92,44 @@ class Archive:
 
     @property
     def parameters(self) -> list[list[str]]:
-        """The model's keys for each of the optimizer's parameters, from the file or else by their order."""
+        """The model's keys for each of the optimizer's parameters: from the file, by their weights, or by their order.
+
+        ValueError if they cannot be matched.
+        """
+        return self._matched[0]
+
+    @property
+    def guessed(self) -> int:
+        """How many parameters have a double among the weights and were told apart by the order of their names."""
+        return self._matched[1]
+
+    @cached_property
+    def _matched(self) -> tuple[list[list[str]], int]:
         if isinstance(self.content.get("parameters"), list):
-            return self.content["parameters"]
+            return self.content["parameters"], 0
         groups = self.optimizer["param_groups"]
-        if all("param_names" in group for group in groups):
-            return [[name] for group in groups for name in group["param_names"]]
-        count = sum(len(group["params"]) for group in groups)
-        keys = [
-            key
+        names = [str(name) for group in groups for name in group.get("param_names", group["params"])]
+        if all(name in self.model for name in names):
+            return [[name] for name in names], 0
+        weights = {
+            key: value
             for key, value in self.model.items()
             if isinstance(value, Tensor) and value.is_floating_point() and not key.endswith(STATISTICS)
-        ]
+        }
+        marks = (self.optimizer.get(STAMP) or {}).get("marks")
+        if marks:
+            try:
+                return found_by_marks(marks, weights)
+            except ValueError as error:
+                raise ValueError(f"{self.files[-1]} {error}") from None
+        return self._by_order(list(weights), len(names)), 0
+
+    def _by_order(self, keys: list[str], count: int) -> list[list[str]]:
+        if self.files[-1].endswith(".safetensors"):
+            raise ValueError(
+                f"{self.path} does not say which parameter is which, and {self.files[-1]} sorts them by name; give the "
+                "optimizer model.named_parameters(), or save once more with version 0.7 or later."
+            )
         if len(keys) != count:
             raise ValueError(
                 f"{self.path} has {len(keys)} floating-point tensors in its model and {count} parameters in its "
@@ -134,3 +175,8 @@ class Archive:
         if exact:
             optimizer.set_fp32_model_state_dict(weights, exact, strict=False)
         return weights, optimizer
+
+
+def _only(value: Any) -> Any:
+    """The only item of a list, or anything else as it is."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flashopt_compile.checkpoint import flashoptim, foreign, plain
+from flashopt_compile.checkpoint.marks import marks_of
 from flashopt_compile.checkpoint.values import Group, Keeper, State, Values, compress, described, is_tensor
 from flashopt_compile.distributed.shards import as_sharded, is_sharded, local, part_of
 from flashopt_compile.engine.storage import Storage
@@ -56,6 +57,7 @@ def outgoing(keeper: Keeper, state_dict: dict[str, Any]) -> dict[str, Any]:
         "optimizer": keeper.kind(),
         "library": library_version(),
         "states": len(states),
+        "marks": marks_of([each for group in keeper.param_groups for each in group["params"]]),
         "dtypes": [str(each.dtype).removeprefix("torch.") for group in keeper.param_groups for each in group["params"]],
     }
     return {**state_dict, "state": states, "param_groups": groups, STAMP: stamp}
@@ -153,7 +155,8 @@ def understood_options(owner: str, keeper: Keeper, group: Group, saved: Group) -
         saved = flashoptim.read_options(dict(saved))
     except ValueError as error:
         raise ValueError(f"{owner}: the state dict's {error}.") from None
-    known = {name: group[name] for name in (*keeper.hyper, *STORAGE_OPTIONS)}
+    kept = [name for name in TORCH_OPTIONS if name in group]  # say how to compute, not what was computed
+    known = {name: group[name] for name in (*keeper.hyper, *STORAGE_OPTIONS, *kept)}
     options = {**known, **{key: value for key, value in saved.items() if key not in TORCH_OPTIONS}}
     options["compress_state_dict"] = group["compress_state_dict"]  # says how to save, not what was saved
     check_options(owner, options, keeper.hyper)

@@ -1,24 +1,23 @@
-"""`flashopt bench`: the benchmarks, which are in the repository but not in the package."""
+"""`flashopt bench`: run the benchmarks of a clone of the repository. The package does not have them."""
 
 import argparse
-import importlib
-from types import ModuleType
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parent.parent.parent
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    _benchmarks().add_arguments(parser)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="those of python -m bench, such as speed --quick")
 
 
 def run(options: argparse.Namespace) -> int:
-    _benchmarks().run(options)
-    return 0
-
-
-def _benchmarks() -> ModuleType:
-    try:
-        return importlib.import_module("bench.__main__")
-    except ModuleNotFoundError as error:
+    if not (REPOSITORY / "bench" / "__main__.py").is_file():
         raise ImportError(
-            f"the module {error.name} was not found; the benchmarks run in a clone of the repository, "
-            "after pip install -e '.[bench]'."
-        ) from error
+            "the benchmarks are not installed; they run in a clone of the repository, after pip install -e '.[bench]'."
+        )
+    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.run([sys.executable, "-m", "bench", *options.arguments], env=environment, check=False).returncode

@@ -2,8 +2,8 @@
 
 import argparse
 import os
+import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flashopt_compile.checkpoint import file, plain
 from flashopt_compile.checkpoint.archive import OPTIMIZERS, Archive, Weights
+from flashopt_compile.checkpoint.beside import safetensors
 from flashopt_compile.checkpoint.flashoptim import flashoptim_state_dict
 from flashopt_compile.commands.table import phases, size, table
 from flashopt_compile.optimizer import FlashOptimizer
@@ -33,12 +34,19 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"{options.target} is the source itself; name another file, or give --force to replace it.")
     steps = phases("convert", ("read and verify", "decode", "encode and write"))
     next(steps)
-    archive, before = Archive.read(options.source), os.path.getsize(options.source)
+    archive = Archive.read(options.source)
+    before = sum(map(os.path.getsize, archive.files))
     next(steps)
     weights, optimizer = archive.revive(options.optimizer, DTYPES.get(options.dtype))
     next(steps)
     WRITERS[options.to](options.target, weights, optimizer, archive.extra)
     list(steps)
+    if archive.guessed:
+        print(
+            f"flashopt convert: {archive.guessed} parameters have equal weights; they were matched by the order of "
+            "their names, which may exchange their tails and states.",
+            file=sys.stderr,
+        )
     rows = [("file", "holds", "bytes", "per parameter")]
     elements = max(1, sum(parameter.numel() for parameter in weights.held))
     after = os.path.getsize(options.target)
@@ -98,15 +106,7 @@ def write_split(path: str, weights: Weights, optimizer: FlashOptimizer, extra: d
 def save_tensors(path: str, tensors: dict[str, Any]) -> None:
     own = {key: value.detach().clone().contiguous() for key, value in tensors.items() if isinstance(value, Tensor)}
     with file.replacing(path) as partial:
-        _safetensors().save_file(own, partial, metadata={"format": "pt"})
-
-
-def _safetensors() -> ModuleType:
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise ImportError("safetensors is not installed: pip install 'flashopt-compile[checkpoint]'.") from error
-    return safetensors.torch
+        safetensors().save_file(own, partial, metadata={"format": "pt"})
 
 
 WRITERS: dict[str, Writer] = {

@@ -54,7 +54,7 @@ def survey(archive: Archive) -> dict[str, Any]:
     groups = archive.optimizer["param_groups"]
     return {
         "file": archive.path,
-        "bytes": os.path.getsize(archive.path),
+        "bytes": sum(map(os.path.getsize, archive.files)),
         "versions": {
             "file": content.get("flashopt_file"),
             "state dict": stamp.get("format"),
