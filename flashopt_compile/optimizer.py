@@ -39,8 +39,8 @@ class FlashOptimizer(torch.optim.Optimizer):
     `master_weight_bits` 24, 32 or None (the weight's head and tail together; None for no tail),
     `quantize` (8-bit states), `rounding` "dither" or "nearest", `maximize`, `compress_state_dict` (False to
     save states as torch.optim does), `decouple_lr` (weight decay scaled by lr/initial_lr instead of lr),
-    `check_numerics` and `skip_nonfinite` (no step at all when any gradient is Inf or NaN). `eager=True` runs
-    the step uncompiled, for debugging; the results are the same.
+    `check_numerics`, `skip_nonfinite` (no step at all when any gradient is Inf or NaN) and `capturable` (steps that
+    CUDA graphs can replay). `eager=True` runs the step uncompiled, for debugging; the results are the same.
     """
 
     rule: ClassVar[Rule]
@@ -57,6 +57,7 @@ class FlashOptimizer(torch.optim.Optimizer):
             cls.hyper = {**dict(rule.hyper), **flags}
             cls.implementation = torch_defaults(cls.namesake)
             keywords = {**cls.hyper, **STORAGE_OPTIONS, **cls.implementation, "eager": False}
+            del keywords["replayable"]
             cls.__signature__ = signature("params", keywords)  # pyright: ignore[reportAttributeAccessIssue]
 
     def __init__(self, params: Any, *args: Any, eager: bool = False, **options: Any) -> None:
@@ -66,7 +67,9 @@ class FlashOptimizer(torch.optim.Optimizer):
         self.plan: Plan | None = None
         self.dtypes: dict[Tensor, torch.dtype] = {}  # of each parameter when its state was made: tails depend on it
         self.handle = operator.new_handle(self)
-        self.rules: list[Rule] = []  # of each group, for graphs that trace a step
+        self.handle_name = str(int(self.handle))
+        self.known: list[tracing.Known] = []  # of each group, for graphs that trace a step
+        self.is_traced = eager  # in graphs that a caller compiles, instead of called
         super().__init__(params, {**self.hyper, **STORAGE_OPTIONS, **self.implementation, **given})
 
     def add_param_group(self, param_group: Group) -> None:
@@ -95,7 +98,10 @@ class FlashOptimizer(torch.optim.Optimizer):
             seen.add(id(parameter))
         super().add_param_group({**options, "params": params})
         group = self.param_groups[-1]
-        self.rules.append(self.rule_of(group))
+        self.known.append(tracing.Known.of(type(self), group))
+        if group["replayable"]:
+            self.is_traced = True
+            self._opt_called = True  # no scheduler is to miss steps that a CUDA graph replays
         if group["decouple_lr"]:
             lr = group["lr"]
             group.setdefault("initial_lr", lr.clone() if isinstance(lr, Tensor) else lr)  # the lr itself may change
@@ -145,6 +151,14 @@ class FlashOptimizer(torch.optim.Optimizer):
             with tracing.lent(self, given):
                 stepping.take(self)
 
+    @torch.no_grad()
+    def prepare_to_trace(self) -> None:
+        """Make all states, for a graph that is to find them."""
+        with torch.inference_mode(False):
+            for group, _, parameter, state in stepping.trained(self):
+                for tensor in (parameter, *state.values()) if group["replayable"] else ():
+                    probes.mark_static(tensor)
+
     def numbers_in_graph(self, group: int, rule: str) -> list[float]:
         """A parameter group's hyper-parameters, for a graph that has traced `rule`."""
         self._opt_called = True
@@ -192,7 +206,8 @@ class FlashOptimizer(torch.optim.Optimizer):
     def new_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
         """A parameter's state before its first step."""
         self.dtypes[parameter] = parameter.dtype
-        device, state = shards.local(parameter).device, {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
+        device = shards.local(parameter).device
+        state = {"step": torch.zeros((), dtype=torch.float32, device=stepping.count_device(group, parameter))}
         for key, part in self.storage(group, parameter).parts(tuple(parameter.shape)).items():
             shape, _ = shards.box(part.shape, parameter)
             zeros = torch.zeros(shape, dtype=part.dtype, device=device)
@@ -243,7 +258,9 @@ class FlashOptimizer(torch.optim.Optimizer):
                 self.dtypes[parameter] = parameter.dtype
         self.plan = None
         self.handle = operator.new_handle(self)
+        self.handle_name = str(int(self.handle))
         super().__setstate__(state)
-        for group in self.param_groups:  # those of versions before 0.7 lack them
-            group.update({**self.implementation, **group})
-        self.rules = [self.rule_of(group) for group in self.param_groups]
+        for group in self.param_groups:  # pickled by an earlier version
+            group.update({"replayable": False, **self.implementation, **group})
+        self.known = [tracing.Known.of(type(self), group) for group in self.param_groups]
+        self.is_traced = self.eager or any(group["replayable"] for group in self.param_groups)

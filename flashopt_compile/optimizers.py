@@ -12,6 +12,11 @@ ADAM_NAMES = {"m": "exp_avg", "v": "exp_avg_sq"}
 SGD_NAMES = {"m": "momentum_buffer"}
 
 
+def is_used(group: dict[str, Any], name: str) -> bool:
+    """Whether a number is not zero, or not known to be: the host does not read tensors of a capturable group."""
+    return (group.get("replayable", False) and isinstance(group[name], torch.Tensor)) or bool(group[name])
+
+
 class FlashAdamW(FlashOptimizer, rule=adamw.adamw):
     """Drop-in for `torch.optim.AdamW`: 5.13 bytes per parameter beside the gradient, for a bf16 model."""
 
@@ -29,7 +34,7 @@ class FlashAdam(FlashOptimizer, rule=adam.adam):
     @classmethod
     def rule_of(cls, group: dict[str, Any]) -> Rule:
         # Without decay the two are the same; but AdamW's moments, which are gone through twice, need no weights.
-        return adam.adam if group["weight_decay"] else adamw.adamw
+        return adam.adam if is_used(group, "weight_decay") else adamw.adamw
 
 
 class FlashLion(FlashOptimizer, rule=lion.lion):
@@ -47,7 +52,7 @@ class FlashSGD(FlashOptimizer, rule=sgd.sgd_momentum, nesterov=False):
 
     @classmethod
     def rule_of(cls, group: dict[str, Any]) -> Rule:
-        if not group["momentum"] or not group["weight_decay"]:
+        if not is_used(group, "momentum") or not is_used(group, "weight_decay"):
             return FlashSGDW.rule_of(group)  # the same, but with moments that need no weights, as in FlashAdam
         return sgd.sgd_nesterov if group["nesterov"] else sgd.sgd_momentum
 
@@ -59,6 +64,6 @@ class FlashSGDW(FlashOptimizer, rule=sgd.sgdw_momentum, nesterov=False):
 
     @classmethod
     def rule_of(cls, group: dict[str, Any]) -> Rule:
-        if not group["momentum"]:
+        if not is_used(group, "momentum"):
             return sgd.sgd
         return sgd.sgdw_nesterov if group["nesterov"] else sgd.sgdw_momentum

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashopt_compile.distributed.shards import is_sharded, placements, why_not
+from flashopt_compile.distributed.shards import is_sharded, local, placements, why_not
 from flashopt_compile.engine.storage import PARAMETER_DTYPES, TAILS, Storage
 from quant.format import Part
 
@@ -23,13 +23,14 @@ STORAGE_OPTIONS: dict[str, Any] = {
     "decouple_lr": False,
     "check_numerics": False,
     "skip_nonfinite": False,
+    "replayable": False,  # what users call capturable: see check_torch_options
 }
 # Arguments of torch.optim that choose one of its implementations, with the values we support, the default first. Ours
 # is always fused and never differentiable.
 TORCH_OPTIONS: dict[str, tuple[Any, ...]] = {
     "foreach": (None, False, True),
     "fused": (None, False, True),
-    "capturable": (False,),
+    "capturable": (False, True),
     "differentiable": (False,),
     "amsgrad": (False,),
     "decoupled_weight_decay": (False,),  # an option of Adam; we have FlashAdamW
@@ -88,6 +89,7 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "decouple_lr": (lambda value: isinstance(value, bool), "True or False"),
     "check_numerics": (lambda value: isinstance(value, bool), "True or False"),
     "skip_nonfinite": (lambda value: isinstance(value, bool), "True or False"),
+    "replayable": (lambda value: isinstance(value, bool), "True or False"),
     "master_weight_bits": (_are_bits, "24, 32 or None"),
     "rounding": (lambda value: isinstance(value, str) and value in ("dither", "nearest"), "'dither' or 'nearest'"),
 }
@@ -133,18 +135,56 @@ def check_options(owner: str, options: Mapping[str, Any], hyper: Mapping[str, An
             f"{owner}: nesterov is True with momentum {options.get('momentum')!r} and dampening "
             f"{options.get('dampening')!r}; it needs a momentum above 0 and no dampening."
         )
+    for name in ("check_numerics", "skip_nonfinite"):
+        if options.get("replayable") and options.get(name):
+            raise ValueError(
+                f"{owner}: capturable is True with {name} True; allowed is False, as the host would have to look at "
+                "gradients, which a CUDA graph cannot wait for."
+            )
+
+
+def unread(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`options` with a number that all checks allow in place of each tensor: what the host is not to wait for."""
+    return {
+        name: type(value)(map(_unread, value)) if type(value) in (tuple, list) and name in CHECKS else _unread(value)
+        for name, value in options.items()
+    }
+
+
+def _unread(value: Any) -> Any:
+    return 0.5 if isinstance(value, Tensor) else value
+
+
+def check_capturable(owner: str, options: Mapping[str, Any], hyper: Mapping[str, Any]) -> None:
+    """Raise ValueError if a capturable group has numbers where a CUDA graph cannot read them."""
+    devices = {local(each).device: None for each in options["params"] if each.requires_grad}
+    if len(devices) > 1:
+        raise ValueError(
+            f"{owner}: a group with capturable=True has parameters on {', '.join(map(str, devices))}; allowed is one "
+            "device for each group."
+        )
+    for name in (*hyper, "initial_lr"):
+        value = options.get(name)
+        for each in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(each, Tensor) and each.device not in devices:
+                raise ValueError(
+                    f"{owner}: {name} is a tensor on {each.device} in a group with capturable=True; allowed are "
+                    f"tensors on {next(iter(devices), each.device)}, where its parameters are, and Python numbers."
+                )
 
 
 def check_torch_options(owner: str, options: dict[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
     """`options` without those of torch.optim that its namesake, with the options `theirs`, does not have.
 
-    ValueError for one that asks for what we lack.
+    ValueError for one that asks for what we lack. What `capturable` asks for is kept as `replayable` too: Dynamo sets
+    the key of torch.optim's name itself, as their optimizers need it to be compiled.
     """
     for name, allowed in TORCH_OPTIONS.items():
         if name in options and options[name] not in allowed:
             values = " or ".join(repr(value) for value in allowed)
             raise ValueError(f"{owner}: {name} is {options[name]!r}; supported is {values}.")
-    return {name: value for name, value in options.items() if name in theirs or name not in TORCH_OPTIONS}
+    kept = {name: value for name, value in options.items() if name in theirs or name not in TORCH_OPTIONS}
+    return {**kept, "replayable": options["capturable"]} if "capturable" in options else kept
 
 
 def torch_defaults(namesake: type[Any] | None) -> dict[str, Any]:

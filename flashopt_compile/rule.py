@@ -99,14 +99,14 @@ def debias(beta: Tensor, t: Tensor, by: Tensor, power: float = 1.0) -> Tensor:
 
     It uses −expm1(t·log β) in double precision, as 1 − β**t in fp32 is off by 2e-5. `by` is the tensor that uses it.
     """
-    if by.device.type != "cpu":
+    if by.device != t.device:
         return torch.ops.flashopt_compile.debias(beta, t, power)
     gathered = -torch.expm1(t.double() * beta.double().log())
     return number((gathered**-power).float(), by)
 
 
-# For GPUs. As an operator of its own it is computed once per call, from two numbers on the CPU. Written out, it would
-# take the logarithm for each element.
+# For GPUs. As an operator of its own it is computed once per call, from two numbers on the CPU. Written out, as it is
+# for numbers on the device, the logarithm is taken by every thread.
 _LIBRARY = torch.library.Library("flashopt_compile", "DEF")
 _LIBRARY.define("debias(Tensor beta, Tensor t, float power) -> Tensor")
 

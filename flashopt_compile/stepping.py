@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from operator import itemgetter
@@ -15,7 +15,7 @@ from torch import Tensor
 from flashopt_compile.distributed import shards
 from flashopt_compile.engine.kernel import Kernel, eager
 from flashopt_compile.engine.layout import Layout, Part
-from flashopt_compile.engine.numbers import as_numbers
+from flashopt_compile.engine.numbers import as_numbers, is_capturing
 from flashopt_compile.engine.plan import Given, Options, Plan, Work
 from flashopt_compile.engine.step import Numbers, Step
 from flashopt_compile.engine.storage import Storage
@@ -24,11 +24,13 @@ from flashopt_compile.inspection import numerics
 from flashopt_compile.inspection.patience import patience
 from flashopt_compile.options import (
     STORAGE_OPTIONS,
+    check_capturable,
     check_dtype,
     check_gradient,
     check_options,
     check_parameter,
     check_state,
+    unread,
 )
 from flashopt_compile.rule import Rule
 
@@ -103,16 +105,24 @@ def gradient(parameter: Tensor) -> Tensor:
 
 def checked_hyper_of(optimizer: type[Stepped], group: Group) -> dict[str, Any]:
     """`hyper_of` a group whose options may have changed."""
-    check_options(optimizer.__name__, group, optimizer.hyper)
+    check_options(optimizer.__name__, unread(group) if group["replayable"] else group, optimizer.hyper)
     return hyper_of(optimizer, group)
 
 
 def hyper_of(optimizer: type[Stepped], group: Group) -> dict[str, Any]:
     """A group's hyper-parameters as its rule takes them."""
     hyper = {name: group[name] for name, _ in optimizer.rule_of(group).hyper}
-    if group["decouple_lr"] and "weight_decay" in hyper and group["initial_lr"]:
-        hyper["weight_decay"] = hyper["weight_decay"] / group["initial_lr"]
+    if "weight_decay" in hyper:
+        hyper["weight_decay"] = scaled_decay(group, hyper["weight_decay"])
     return hyper
+
+
+def scaled_decay(group: Group, weight_decay: Any) -> Any:
+    """A group's weight decay as its rule takes it: rules multiply it by lr, `decouple_lr` wants lr/initial_lr."""
+    initial = group["initial_lr"] if group["decouple_lr"] else None
+    if group["replayable"] and isinstance(initial, Tensor):  # whose value the host does not read
+        return weight_decay / torch.where(initial == 0, 1.0, initial)
+    return weight_decay / initial if initial else weight_decay
 
 
 def step_of(optimizer: Stepped, group: Group, parameter: Tensor, rule: Rule | None = None) -> Step:
@@ -129,11 +139,19 @@ def tensors_of(storage: Storage, parameter: Tensor, grad: Tensor, state: dict[st
 
 def take(optimizer: Stepped) -> None:
     """Step by the plan, or by a new one if it no longer holds."""
+    is_captured = is_capturing()
+    if is_captured:
+        _check_captured(optimizer)
     given, options = _given(optimizer), [_options(optimizer, group) for group in optimizer.param_groups]
     is_asked = any(group["skip_nonfinite"] or group["check_numerics"] for group in optimizer.param_groups)
     may_step = partial(_may_step, optimizer) if is_asked else None
     if optimizer.plan is not None and optimizer.plan.take(given, options, may_step):
         return
+    if is_captured:
+        raise RuntimeError(
+            f"{type(optimizer).__name__}: a CUDA graph is being captured, and the step is not like the last one, so "
+            "that it would have to be worked out anew; take a step like it before the capture."
+        )
     optimizer.plan = None  # what it holds is free for the next one
     with nullcontext() if optimizer.eager else patience(type(optimizer).__name__):
         optimizer.plan = _take_new_plan(optimizer, options, may_step)
@@ -148,6 +166,22 @@ def _take_new_plan(optimizer: Stepped, options: list[Options], may_step: Callabl
             return None
         plan = _new_plan(optimizer, work, options)
     return plan if plan.take(_given(optimizer), options, may_step) else None
+
+
+def count_device(group: Group, parameter: Tensor) -> torch.device:
+    """Where a parameter's step count is kept."""
+    return shards.local(parameter).device if group["replayable"] else torch.device("cpu")
+
+
+def _check_captured(optimizer: Stepped) -> None:
+    """Raise RuntimeError if a CUDA graph cannot repeat a step."""
+    for position, group in enumerate(optimizer.param_groups):
+        if not group["replayable"]:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}: a CUDA graph is being captured, and capturable is False in parameter "
+                f"group {position}, so that the graph would repeat the step with this learning rate and step count; "
+                "set capturable=True."
+            )
 
 
 def _given(optimizer: Stepped) -> Given:
@@ -171,7 +205,8 @@ def _options(optimizer: Stepped, group: Group) -> Options:
     values = tuple(group[name] for name, _ in rule.hyper)
     if group["decouple_lr"]:
         values = *values, group.get("initial_lr")
-    return Options((rule, *_fixed_of(group)), values, partial(checked_hyper_of, type(optimizer), group))
+    hyper = partial(checked_hyper_of, type(optimizer), group)
+    return Options((rule, *_fixed_of(group)), values, hyper, group["replayable"])
 
 
 def _check(optimizer: Stepped, work: list[Trained]) -> None:
@@ -179,6 +214,8 @@ def _check(optimizer: Stepped, work: list[Trained]) -> None:
     owner = type(optimizer).__name__
     for group in optimizer.param_groups:
         check_options(owner, group, optimizer.hyper)
+        if group["replayable"]:
+            check_capturable(owner, group, optimizer.hyper)
     for group, name, parameter, state in work:
         check_parameter(owner, name, parameter)
         check_gradient(owner, name, parameter)
@@ -188,7 +225,7 @@ def _check(optimizer: Stepped, work: list[Trained]) -> None:
 
 def _may_step(optimizer: Stepped) -> bool:
     """Whether all gradients allow a step. Raise NumericsError if a group would lose its updates."""
-    if is_skipped(optimizer):
+    if is_skipped(optimizer.param_groups):
         return False
     for group, name, parameter, state in trained(optimizer):
         if group["check_numerics"] and parameter.grad is not None:
@@ -198,11 +235,11 @@ def _may_step(optimizer: Stepped) -> bool:
     return True
 
 
-def is_skipped(optimizer: Stepped) -> bool:
+def is_skipped(groups: Sequence[Group]) -> bool:
     """Whether a group with `skip_nonfinite` has a gradient that is not finite, on any process."""
     asking = [
         parameter
-        for group in optimizer.param_groups
+        for group in groups
         if group["skip_nonfinite"]
         for parameter in group["params"]
         if parameter.grad is not None
@@ -216,6 +253,7 @@ def _new_plan(optimizer: Stepped, work: list[Trained], options: list[Options]) -
     items = []
     for group, _, parameter, state in work:
         step, own = step_of(optimizer, group, parameter), shards.local(parameter)
+        state["step"] = state["step"].to(count_device(group, parameter))  # elsewhere if `capturable` has changed
         keys = step.storage.parts(tuple(own.shape))
         parts = [
             Part(_contiguous(shards.local(state[key])), is_scale)
@@ -246,7 +284,7 @@ def samples(optimizer: Stepped, group: Group) -> Iterator[tuple[Step, list[Tenso
             step = step_of(optimizer, group, parameter)
             own = shards.local(parameter)
             grad = torch.zeros_like(own) if parameter.grad is None else gradient(parameter)
-            yield step, tensors_of(step.storage, parameter, grad, state), state["step"], numbers
+            yield step, tensors_of(step.storage, parameter, grad, state), state["step"].to("cpu"), numbers
 
 
 def warmup(optimizer: Stepped, verbose: bool) -> None:
@@ -258,7 +296,7 @@ def warmup(optimizer: Stepped, verbose: bool) -> None:
             kinds[inductor.kind_of(step, own)] = step, group, own
     for number, (step, group, parameter) in enumerate(kinds.values(), start=1):
         begin = time.perf_counter()
-        numbers = as_numbers(hyper_of(type(optimizer), group))
+        numbers = as_numbers(hyper_of(type(optimizer), group), count_device(group, parameter))
         if inductor.prepare(step, parameter, numbers) and verbose:
             took = f"{time.perf_counter() - begin:.1f} s"
             print(f"{type(optimizer).__name__}: compiled {number} of {len(kinds)}, {step}: {took}", file=sys.stderr)

@@ -52,10 +52,11 @@ def step_phase(step: Tensor) -> Tensor:
     return _times(step, STEP_STRIDE)
 
 
-def phase_of(index: int) -> Tensor:
-    """The phase of a Python number, as a 0-dim CPU tensor."""
+def phase_of(index: int, device: torch.device | str = "cpu") -> Tensor:
+    """The phase of a Python number, as a 0-dim tensor."""
     # No branch, as the index may be symbolic in Dynamo.
-    return torch.tensor((index * INDEX_STRIDE + 2**31) % 2**32 - 2**31, dtype=torch.int32, device="cpu")
+    phase = (index * INDEX_STRIDE + 2**31) % 2**32 - 2**31
+    return torch.full((), phase, dtype=torch.int32, device=device)
 
 
 def _times(number: Tensor, stride: int) -> Tensor:

@@ -21,7 +21,7 @@ ORDER: dict[str, list[str]] = {
     ],
     "flashopt_compile.rules": ["adam", "adamw", "lion", "sgd"],
     "flashopt_compile.engine": [
-        *("storage", "step", "numbers", "layout", "kernel", "pack", "calls", "planner", "plan"),
+        *("storage", "step", "numbers", "layout", "kernel", "pack", "counts", "calls", "planner", "plan"),
     ],
     "flashopt_compile.inductor": [
         *("versions", "probes", "tiles", "gcc", "bind", "example", "transpose", "compile", "operator"),

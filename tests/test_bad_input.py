@@ -270,7 +270,7 @@ def test_duplicate_or_too_many_arguments_are_refused():
     assert_one_sentence(caught.value, "FlashLion takes at most 3 positional arguments")
 
 
-@pytest.mark.parametrize("option", ["amsgrad", "capturable", "differentiable"])
+@pytest.mark.parametrize("option", ["amsgrad", "differentiable"])
 @pytest.mark.parametrize("kind", EVERY)
 def test_torch_options_that_we_lack_are_refused(kind: Kind, option: str):
     with pytest.raises(ValueError) as caught:

@@ -97,7 +97,7 @@ def incoming(keeper: Keeper, state_dict: Any) -> dict[str, Any]:
                 loaded[key] = understood(owner, keeper, str(key), state, options, parameter, dtype), parameter, options
         groups.append(options)
     copies = {
-        key: Opaque(copied(state, parameter, keeper.storage(options, parameter).parts(tuple(parameter.shape))))
+        key: Opaque(copied(state, parameter, options, keeper.storage(options, parameter).parts(tuple(parameter.shape))))
         for key, (state, parameter, options) in loaded.items()
     }
     return {"state": copies, "param_groups": groups}
@@ -158,8 +158,12 @@ def understood_options(owner: str, keeper: Keeper, group: Group, saved: Group) -
     kept = [name for name in TORCH_OPTIONS if name in group]  # say how to compute, not what was computed
     known = {name: group[name] for name in (*keeper.hyper, *STORAGE_OPTIONS, *kept)}
     options = {**known, **{key: value for key, value in saved.items() if key not in TORCH_OPTIONS}}
-    options["compress_state_dict"] = group["compress_state_dict"]  # says how to save, not what was saved
+    for name in ("compress_state_dict", "replayable"):  # how to save and how to step, not what was saved
+        options[name] = group[name]
     check_options(owner, options, keeper.hyper)
+    if options["replayable"]:
+        device = local(group["params"][0]).device
+        options = {name: moved(value, device) for name, value in options.items()}
     if options["decouple_lr"]:
         lr = options["lr"]
         options.setdefault("initial_lr", lr.clone() if isinstance(lr, Tensor) else lr)
@@ -257,11 +261,21 @@ def check_state(owner: str, name: str, state: State, parts: Mapping[str, Part]) 
             )
 
 
-def copied(state: State, parameter: Tensor, parts: Mapping[str, Part]) -> dict[str, Any]:
-    """Copy `state` to the parameter's device and shard it as the parameter is. The step becomes a 0-dim fp32 CPU
-    tensor."""
+def moved(value: Any, device: torch.device) -> Any:
+    """A hyper-parameter whose tensors are on a device."""
+    if isinstance(value, tuple | list):
+        return type(value)(moved(each, device) for each in value)
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def copied(state: State, parameter: Tensor, options: Group, parts: Mapping[str, Part]) -> dict[str, Any]:
+    """Copy `state` to the parameter's device and shard it as the parameter is.
+
+    The step becomes a 0-dim fp32 tensor, on the CPU unless the group is capturable.
+    """
     device = local(parameter).device
-    step = torch.as_tensor(state["step"], dtype=torch.float32, device="cpu").clone()
+    where = device if options["replayable"] else "cpu"
+    step = torch.as_tensor(state["step"], dtype=torch.float32, device=where).clone()
     own = {
         key: value.detach().to(device, copy=True, memory_format=torch.contiguous_format)
         for key, value in state.items()

@@ -1,7 +1,6 @@
 """The plan: all that the next step can reuse, for as long as nothing that it depends on has changed."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -9,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from flashopt_compile.engine.kernel import Kernels, Operation, copies, run_at_once
+from flashopt_compile.engine.counts import CapturableCounts, Counts
+from flashopt_compile.engine.kernel import Kernels, Operation, run_at_once
 from flashopt_compile.engine.layout import Layout, Part
-from flashopt_compile.engine.numbers import KeptNumbers
-from flashopt_compile.engine.pack import settle
+from flashopt_compile.engine.numbers import CapturableNumbers, KeptNumbers, leaves
 from flashopt_compile.engine.planner import Item, Planner
 from flashopt_compile.engine.step import Step
 
@@ -26,6 +25,7 @@ class Options(NamedTuple):
     fixed: Any
     values: tuple[Any, ...]  # of the hyper-parameters, as the group has them
     hyper: Callable[[], Mapping[str, Any]]  # the same, checked, as the rule takes them
+    is_capturable: bool = False  # numbers and counts lie on the parameters' device, and the host does not read them
 
 
 class Given(NamedTuple):
@@ -83,23 +83,20 @@ class Plan:
 
     def __init__(self, given: Given, options: Sequence[Options], work: Sequence[Work], kernels: Kernels) -> None:
         self._parameters = given.parameters  # kept, so that no other can get their ids
-        self._numbers = [KeptNumbers(each.hyper()) for each in options]
+        devices = {each.group: head.device for each, head in zip(work, given.heads, strict=True)}
+        self._numbers = [_kept_numbers(each, devices.get(group)) for group, each in enumerate(options)]
         self._values = [_steady_values(each) for each in options]
-        counts = [each.count for each in work]
-        self._counts = torch.stack([count.detach().to("cpu", torch.float32) for count in counts])
-        self._next = self._counts + 1
-        self._one = torch.ones((), dtype=torch.float32, device="cpu")  # torch would make one of a number in each step
-        self._taken = self._counts.tolist()
-        each_next = self._next.unbind()
-        items = [
-            Item(each.step, each.layout, head, grad, each.parts, t, taken, self._numbers[each.group].numbers)
-            for each, head, grad, t, taken in zip(work, given.heads, given.grads, each_next, self._taken, strict=True)
-        ]
+        self._counts, places = _counts_of(work, options, devices)
+        items = []
+        for (counts, place), each, head, grad in zip(places, work, given.heads, given.grads, strict=True):
+            t, taken, numbers = counts.next[place], counts.taken[place], self._numbers[each.group].numbers
+            items.append(Item(each.step, each.layout, head, grad, each.parts, t, taken, numbers))
         planner = Planner(kernels, items)
-        self._stages = [(stage, self._counting(stage.done, each_next)) for stage in planner.stages()]
+        self._stages = [(stage, self._counting([places[index] for index in stage.done])) for stage in planner.stages()]
         self._in_place = sorted(planner.in_place)
         self.bytes = planner.bytes  # that it keeps between steps, beside the optimizer's state
-        settle(counts, self._counts.unbind())
+        for counts in self._counts:
+            counts.settle()
         self._known = depends_on(given, options)
 
     def take(self, given: Given, options: Sequence[Options], may_step: Callable[[], bool] | None = None) -> bool:
@@ -107,7 +104,7 @@ class Plan:
 
         `may_step` is asked first, where it is for the gradients' values to decide.
         """
-        if depends_on(given, options) != self._known or self._counts.tolist() != self._taken:
+        if depends_on(given, options) != self._known or not all(each.are_known() for each in self._counts):
             return False
         self._follow(options)
         if may_step is None or may_step():
@@ -122,8 +119,8 @@ class Plan:
 
     def _run(self, given: Given) -> None:
         """Step the parameters by their gradients. Of each stage, all happens or nothing does."""
-        torch.add(self._counts, self._one, out=self._next)
-        taken = self._next.tolist()
+        for counts in self._counts:
+            counts.advance()
         heads, grads = given.heads, given.grads
         for index in self._in_place:
             if grads[index].data_ptr() == heads[index].data_ptr():  # it would change while it is read
@@ -135,14 +132,40 @@ class Plan:
             for call in stage.calls:
                 operations += call.operations(heads, grads)
             run_at_once([*operations, *count])
-        self._taken = taken
+        for counts in self._counts:
+            counts.finish()
 
-    def _counting(self, done: Sequence[int], each_next: Sequence[Tensor]) -> list[Operation]:
+    def _counting(self, done: Sequence[tuple[Counts, int]]) -> list[Operation]:
         """Count the step of some parameters."""
-        if len(done) == len(each_next):
-            return [partial(self._counts.copy_, self._next)]
-        counts = self._counts.unbind()
-        return copies([counts[index] for index in done], [each_next[index] for index in done])
+        return [
+            operation
+            for counts in self._counts
+            for operation in counts.storing([place for owner, place in done if owner is counts])
+        ]
+
+
+def _kept_numbers(options: Options, device: torch.device | None) -> KeptNumbers | CapturableNumbers:
+    values = options.hyper()
+    if not options.is_capturable:
+        return KeptNumbers(values)
+    tensors = (each for each in leaves(values.values()) if isinstance(each, Tensor))
+    return CapturableNumbers(values, device or next((each.device for each in tensors), torch.device("cpu")))
+
+
+def _counts_of(
+    work: Sequence[Work], options: Sequence[Options], devices: Mapping[int, torch.device]
+) -> tuple[list[Counts], list[tuple[Counts, int]]]:
+    """The counts of all parameters: those of one device beside each other, and where each parameter's is."""
+    kinds: dict[torch.device | None, list[int]] = {}
+    for index, each in enumerate(work):
+        kind = devices[each.group] if options[each.group].is_capturable else None
+        kinds.setdefault(kind, []).append(index)
+    places: dict[int, tuple[Counts, int]] = {}
+    for device, indices in kinds.items():
+        own = [work[index].count for index in indices]
+        counts = Counts(own) if device is None else CapturableCounts(own, device)
+        places |= {index: (counts, place) for place, index in enumerate(indices)}
+    return list({id(counts): counts for counts, _ in places.values()}.values()), [places[n] for n in range(len(work))]
 
 
 def _steady_values(options: Options) -> tuple[Any, ...] | None:

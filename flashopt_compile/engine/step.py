@@ -38,9 +38,9 @@ class Place(NamedTuple):
     table: Table | None = None
 
     @classmethod
-    def at(cls, start: int) -> "Place":
-        """The place of a view whose first element is at `start`; a number on the CPU, as kernels of any device take."""
-        return cls(phase_of(start))
+    def at(cls, start: int, device: torch.device | str = "cpu") -> "Place":
+        """The place of a view whose first element is at `start`; kernels of any device take a number on the CPU."""
+        return cls(phase_of(start, device))
 
     def phases(self, block: Tensor, step: Tensor) -> Tensor:
         """The phase of every element of the block at a step."""
@@ -140,7 +140,7 @@ def trace(
     # longer see that casting as many floats to their bits is nothing to do.
     copies[1] = once(copies[1].to(torch.float32))
     shape = tuple(copies[0].shape)
-    places = [Place.at(start + offset) for offset, _ in step.storage.blocks(shape, copies)]
+    places = [Place.at(start + offset, t.device) for offset, _ in step.storage.blocks(shape, copies)]
     if positions is not None:
         # Passed in the gradient's place, phases are cut into blocks like any other elements.
         phases = [copies[0], phases_of(positions), *copies[2:]]

@@ -25,6 +25,7 @@ from flashopt_compile.engine.kernel import (
     run_at_once,
 )
 from flashopt_compile.engine.layout import Block, Layout, Part
+from flashopt_compile.engine.numbers import flat
 from flashopt_compile.engine.planner import Item, Planner
 from flashopt_compile.engine.step import Numbers, Place, Step, Table
 from flashopt_compile.inductor import bind, example, gcc, probes, transpose
@@ -71,7 +72,7 @@ def prepare(step: Step, parameter: Tensor, numbers: Numbers) -> bool:
     else:  # step one like it
         head, grad, *rest = step.storage.zeros(tuple(parameter.shape), parameter.dtype, parameter.device)
         parts = [Part(tensor, is_scale) for tensor, is_scale in zip(rest, step.storage.scales[1:], strict=True)]
-        t = torch.ones((), dtype=torch.float32, device="cpu")
+        t = torch.ones((), dtype=torch.float32, device=flat(numbers)[0].device)
         item = Item(step, Layout.of(step.storage, parameter.shape), head, grad, parts, t, 1.0, numbers)
         for stage in Planner(kernel, [item]).stages():
             for call in stage.calls:
@@ -137,7 +138,7 @@ class WholeKernel:
 
     def _run(self, tensors: Sequence[Tensor], t: Tensor, place: Place, numbers: Numbers) -> None:
         head, grad = tensors[:2]
-        form = head.dim(), head.shape[-1] if head.dim() > 1 else None, place.table is None
+        form = head.dim(), head.shape[-1] if head.dim() > 1 else None, place.table is None, t.device
 
         def compiled() -> Callable[..., None]:
             for tensor in (*tensors, *(place.table or ())[:2]):

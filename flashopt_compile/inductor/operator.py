@@ -21,6 +21,8 @@ class Owner(Protocol):
 
     def step_in_graph(self, given: "Given | None") -> None: ...
 
+    def prepare_to_trace(self) -> None: ...
+
     def numbers_in_graph(self, group: int, rule: str) -> Sequence[float]: ...
 
 
@@ -46,7 +48,8 @@ _LIBRARY.define(
 def new_handle(owner: Owner) -> Tensor:
     """The number by which graphs know an optimizer, in a tensor, so that one graph serves several. No two are alike."""
     # Not when this module is imported, as that would import Dynamo; torch.optim does when an optimizer is made.
-    torch.compiler.assume_constant_result(is_alone)
+    for function in (is_alone, prepare):
+        torch.compiler.assume_constant_result(function)
     number = next(_handles)
     _owners[number] = owner
     with torch.inference_mode(False):
@@ -73,6 +76,16 @@ def is_alone() -> bool:
     except AttributeError as error:
         probes.FRAMES.close(str(error))
         return False
+
+
+def prepare(handle_name: str) -> None:
+    """Have an optimizer make its states while its step is traced: a graph that makes them serves only once.
+
+    The name is the handle's number as a string, which Dynamo takes as it is.
+    """
+    owner = _owners.get(int(handle_name))
+    if owner is not None:
+        owner.prepare_to_trace()
 
 
 def _owner(handle: Tensor) -> Owner:

@@ -177,6 +177,11 @@ MARKS = FastPath(
     "the first steps compile again for each new shape",
     (Private("torch._dynamo:maybe_mark_dynamic", "t index"),),
 )
+STATIC = FastPath(
+    "marks of addresses that stay",
+    "a caller's torch.compile leaves capturable steps out of CUDA graphs",
+    (Private("torch._dynamo:mark_static_address", "t guard"),),
+)
 STANCE = FastPath(
     "its compiler stance",
     "a stance that is set between steps may go unnoticed",
@@ -211,6 +216,12 @@ def mark_dynamic(tensor: Tensor, dim: int) -> None:
     """Tell Dynamo that the size of a dim changes."""
     if MARKS.is_open():
         MARKS.needs[0].find()(tensor, dim)
+
+
+def mark_static(tensor: Tensor) -> None:
+    """Tell Dynamo that a tensor stays where it is, so that a CUDA graph may write to it."""
+    if STATIC.is_open():
+        STATIC.needs[0].find()(tensor, guard=True)
 
 
 def permission() -> tuple[bool, Any]:

@@ -63,10 +63,12 @@ def emit(
     rounding: str = "dither",
     maximize: bool = False,
     combo_kernels: bool = False,
+    capturable: bool = False,
 ) -> Emitted:
     """Write the code that training would compile on `target` for a step of parameters of `shapes`, all in one graph.
 
-    `combo_kernels` lets Inductor combine several parameters into one launch.
+    `combo_kernels` lets Inductor combine several parameters into one launch. With `capturable`, kernels load their
+    numbers from the device, and a CUDA graph that replays them finds new ones.
     """
     if dtype not in PARAMETER_DTYPES:
         raise ValueError(f"dtype is {dtype}; allowed are {', '.join(map(str, PARAMETER_DTYPES))}.")
@@ -76,17 +78,22 @@ def emit(
     if len(storages) > 1:
         raise ValueError(f"shapes is {tuple(shapes)}; all must be of one kind, large or small.")
     step = Step(rule, storages.pop(), rounding, maximize)
-    return emit_step(step, target, shapes, grad_dtype or dtype, combo_kernels)
+    return emit_step(step, target, shapes, grad_dtype or dtype, combo_kernels, capturable)
 
 
 def emit_step(
-    step: Step, target: str, shapes: Sequence[tuple[int, ...]], grad_dtype: torch.dtype, combo_kernels: bool = False
+    step: Step,
+    target: str,
+    shapes: Sequence[tuple[int, ...]],
+    grad_dtype: torch.dtype,
+    combo_kernels: bool = False,
+    capturable: bool = False,
 ) -> Emitted:
     """`emit` for a `Step`."""
     chosen = target_of(target)
     options = {"combo_kernels": True, **_COMBO} if combo_kernels else {}
     with pretend.gpu(chosen), pretend.no_more_than_code() as outcome, FakeTensorMode(shape_env=ShapeEnv()):
-        blocks, *rest = arguments(step, shapes, grad_dtype, torch.device(chosen.device, 0))
+        blocks, *rest = arguments(step, shapes, grad_dtype, torch.device(chosen.device, 0), capturable)
         given = [[_alone(tensor) for tensor in block] for block in blocks], *rest
         try:
             compile_in_place(step, **options)(*given)
@@ -105,13 +112,13 @@ _COMBO = {
 }
 
 
-def numbers(step: Step, given: Mapping[str, Any]) -> Numbers:
+def numbers(step: Step, given: Mapping[str, Any], device: torch.device | str = "cpu") -> Numbers:
     """A step's hyper-parameters in the rule's order: the given ones, and the rule's defaults for the rest."""
     known = dict(step.rule.hyper)
     for name in given:
         if name not in known:
             raise ValueError(f"{name} is not a hyper-parameter of {step.rule.name}; it has {', '.join(known)}.")
-    return as_numbers({name: given.get(name, default) for name, default in known.items()})
+    return as_numbers({name: given.get(name, default) for name, default in known.items()}, device)
 
 
 def blocks_of(step: Step, parameters: Iterable[Sequence[Tensor]]) -> tuple[list[Block], list[Place]]:
@@ -125,11 +132,16 @@ def blocks_of(step: Step, parameters: Iterable[Sequence[Tensor]]) -> tuple[list[
 
 
 def arguments(
-    step: Step, shapes: Sequence[tuple[int, ...]], grad_dtype: torch.dtype, device: torch.device
+    step: Step,
+    shapes: Sequence[tuple[int, ...]],
+    grad_dtype: torch.dtype,
+    device: torch.device,
+    capturable: bool = False,
 ) -> tuple[list[Block], Tensor, list[Place], Numbers]:
-    """The compiled step's arguments for parameters of `shapes`, all zero. Numbers are on the CPU."""
+    """The compiled step's arguments for parameters of `shapes`, all zero; numbers on the CPU unless `capturable`."""
+    where = device if capturable else torch.device("cpu")
     blocks, places = blocks_of(step, (step.storage.zeros(tuple(shape), grad_dtype, device) for shape in shapes))
-    return blocks, torch.ones((), dtype=torch.float32, device="cpu"), places, numbers(step, {})
+    return blocks, torch.ones((), dtype=torch.float32, device=where), places, numbers(step, {}, where)
 
 
 def _alone(view: Tensor) -> Tensor:
