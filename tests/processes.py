@@ -48,14 +48,15 @@ def compiled_steps_like_one_process(folder: Path) -> None:
 
 def a_callers_compiled_step(folder: Path) -> None:
     names = ["experts"]
-    model = sharded("columns", shapes=names)
-    optimizer = FlashSGD(model.parameters(), lr=1e-2, momentum=0.9)
-    optimizer.step = torch.compile(optimizer.step, fullgraph=True)
-    go_on(model, optimizer, range(3))
     single = Net(shapes=names)
     reference = FlashSGD(single.parameters(), lr=1e-2, momentum=0.9, eager=True)
     go_on(single, reference, range(3))
-    assert_same(everything(model, optimizer), everything(single, reference))
+    for kind in ("columns", "fsdp"):
+        model = sharded(kind, shapes=names)
+        optimizer = FlashSGD(model.parameters(), lr=1e-2, momentum=0.9)
+        optimizer.step = torch.compile(optimizer.step, fullgraph=True)
+        go_on(model, optimizer, range(3))
+        assert_same(everything(model, optimizer), everything(single, reference))
 
 
 def trains(folder: Path) -> None:

@@ -265,6 +265,13 @@ def test_a_training_step_can_be_one_graph(backend: str):
     assert graphs[2] == graphs[-1]  # once Dynamo has seen the learning rate change, a schedule makes no more
 
 
+def test_a_compiled_model_is_trained_by_plain_steps():
+    def train(net: nn.Module, optimizer: FlashOptimizer, x: Tensor) -> Tensor:
+        return train_plainly(torch.compile(net, backend="aot_eager"), optimizer, x)  # pyright: ignore[reportArgumentType]
+
+    assert_trains_alike(train_plainly, train)
+
+
 @pytest.mark.parametrize("options", [{"mode": "reduce-overhead"}, {"dynamic": True}])
 def test_options_of_the_caller_change_nothing(options: dict[str, Any]):
     ours, plain = pair()
