@@ -22,7 +22,6 @@ from flashopt_compile.stepping import (
     gradient,
     hyper_of,
     is_skipped,
-    is_trained,
     named,
     scaled_decay,
     step_of,
@@ -68,8 +67,10 @@ def trace(optimizer: Traced, alone: bool) -> None:
     """
     if optimizer.is_traced:
         operator.prepare(optimizer.handle_name)
+        # Outside of no_grad: a graph that ends here, by what the operator raises, would leave autograd off.
+        numbers = [_traced_numbers(optimizer, each) for each in range(len(optimizer.known))]
         with torch.no_grad():
-            _trace_through(optimizer, [_traced_numbers(optimizer, each) for each in range(len(optimizer.known))])
+            _trace_through(optimizer, numbers)
     elif alone:
         operator.step(optimizer.handle)
     else:
@@ -153,21 +154,24 @@ def _trace_through(optimizer: Traced, of_groups: Sequence[tuple[Rule, Numbers]])
     owner = type(optimizer).__name__
     if is_skipped([each.group for each in optimizer.known]):
         return
-    for position, (group, _, _) in enumerate(optimizer.known):
-        rule, numbers = of_groups[position]
-        for name, parameter in named(position, group):
-            if not is_trained(parameter):
-                continue
-            if parameter.grad is None:
-                continue
-            state = optimizer.state[parameter]
-            check_gradient(owner, name, parameter)
-            step = step_of(optimizer, group, parameter, rule)
-            check_state(owner, name, state, step.storage.parts(tuple(parameter.shape)))
-            state["step"] += 1
-            tensors = tensors_of(step.storage, parameter, gradient(parameter), state)
-            places = shards.start(parameter), shards.positions(parameter, parameter.dim())
-            trace_step(step, tensors, *places, state["step"], numbers)
+    # All gradients before the first state: Dynamo knows a tensor by where it has seen it first. Seen as a key of
+    # `state`, a parameter would be a constant to it, and so would its gradient.
+    work = [
+        (position, name, parameter)
+        for position, each in enumerate(optimizer.known)
+        for name, parameter in named(position, each.group)
+        if parameter.grad is not None
+    ]
+    for position, name, parameter in work:
+        group, (rule, numbers) = optimizer.known[position].group, of_groups[position]
+        state = optimizer.state[parameter]
+        check_gradient(owner, name, parameter)
+        step = step_of(optimizer, group, parameter, rule)
+        check_state(owner, name, state, step.storage.parts(tuple(parameter.shape)))
+        state["step"] += 1
+        tensors = tensors_of(step.storage, parameter, gradient(parameter), state)
+        places = shards.start(parameter), shards.positions(parameter, parameter.dim())
+        trace_step(step, tensors, *places, state["step"], numbers)
 
 
 def numbers_in_graph(optimizer: Traced, group: int, rule: str) -> list[float]:

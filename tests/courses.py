@@ -144,8 +144,6 @@ class Course(Steps):
     @between()
     def look(self) -> None:
         ours, theirs = (side.optimizer.state_dict() for side in (self.compiled, self.reference))
-        for group in ours["param_groups"]:
-            group.pop("differentiable", None)  # torch adds it when unpickling
         assert not (found := difference(ours, theirs, "state_dict")), found
         memory, expected = (side.optimizer.memory() for side in (self.compiled, self.reference))
         assert {**memory, "plan": 0} == {**expected, "plan": 0}  # each side has its own plan
