@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from flashopt_compile.checkpoint import foreign
-from flashopt_compile.checkpoint.states import library_version
+from flashopt_compile.checkpoint.states import library_version, unmarked
 from flashopt_compile.checkpoint.values import described, is_tensor
 from flashopt_compile.checkpoint.weights import entries, parameter_keys, unwrapped
 from flashopt_compile.distributed.shards import (
@@ -56,7 +56,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.
         "model": {key: value.detach() if isinstance(value, Tensor) else value for key, value in held.items()},
         "metadata": {str(key): dict(value) for key, value in metadata.items()},
         "parameters": parameter_keys(model, optimizer),
-        "optimizer": optimizer.state_dict(),
+        "optimizer": unmarked(optimizer.state_dict()),  # `parameters` says which is which
         "extra": extra,
     }
     if not any(map(is_sharded, held.values())):

@@ -63,6 +63,12 @@ def outgoing(keeper: Keeper, state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": states, "param_groups": groups, STAMP: stamp}
 
 
+def unmarked(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state dict of ours without marks, for files that name their parameters; torch.optim's as it is."""
+    stamp = state_dict.get(STAMP)
+    return {**state_dict, STAMP: {**stamp, "marks": []}} if stamp else state_dict
+
+
 def incoming(keeper: Keeper, state_dict: Any) -> dict[str, Any]:
     """Convert a state dict of ours, of torch.optim or of a library we know to our keys; ValueError if it does not fit.
 
