@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -281,6 +282,28 @@ def wrongly_replaced(folder: Path) -> None:
     optimizer.set_fp32_model_state_dict(model, {key: value.float() for key, value in model.state_dict().items()})
     replace(optimizer, shard(model))
     sentence(lambda: go_on(model, optimizer, range(1)), "sharded after the states of 10 parameters were made")
+
+
+def zero_redundancy(folder: Path) -> None:
+    """Each process steps its share of the parameters and keeps only its states."""
+    names = [name for name in SHAPES if name != "experts"]  # it takes parameters of one dtype
+    single, model = Net(shapes=names), Net(shapes=names)
+    reference = FlashAdamW(single.parameters(), lr=1e-2, eager=True)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), FlashAdamW, lr=1e-2, eager=True)
+    for each, stepped in ((single, reference), (model, optimizer)):
+        go_on(each, stepped, range(3))
+    assert_same(model.state_dict(), single.state_dict())
+    assert 0 < len(optimizer.optim.state) < len(names)
+    optimizer.consolidate_state_dict(to=0)
+    if distributed.get_rank() == 0:
+        torch.save(optimizer.state_dict(), folder / "zero.pt")
+    distributed.barrier()
+    other = copy.deepcopy(model)
+    again = ZeroRedundancyOptimizer(other.parameters(), FlashAdamW, lr=0.5, eager=True)
+    again.load_state_dict(torch.load(folder / "zero.pt", weights_only=True))
+    for each, stepped in ((single, reference), (other, again)):
+        go_on(each, stepped, range(3, 5))
+    assert_same(other.state_dict(), single.state_dict())
 
 
 def shard(model: nn.Module) -> nn.Module:

@@ -8,7 +8,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
 from flashopt_compile import FlashAdamW
 
-STEPS, SWA_START = 200, 150
+STEPS, SWA_START = 60, 40
 torch.manual_seed(0)
 inputs = torch.randn(256, 64, dtype=torch.bfloat16)
 targets = inputs.roll(1, dims=1)
