@@ -3,6 +3,8 @@
 `make recipes` installs them all.
 """
 
+# pyright: reportMissingImports=false
+
 import runpy
 import subprocess
 import sys
