@@ -270,7 +270,7 @@ def wrongly_replaced(folder: Path) -> None:
     plain = nn.ParameterList([nn.Parameter(torch.zeros(64, 64)), nn.Parameter(torch.zeros(40, 96))])
     optimizer = FlashAdamW(plain.parameters(), eager=True)
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    cut = [nn.Parameter(distribute_tensor(each.detach(), mesh, [Shard(1)])) for each in plain]
+    cut: list[Any] = [nn.Parameter(distribute_tensor(each.detach(), mesh, [Shard(1)])) for each in plain]
     replace(optimizer, nn.ParameterList(cut))
     for parameter in cut:
         parameter.grad = torch.ones_like(parameter)

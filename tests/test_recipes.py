@@ -69,6 +69,9 @@ def test_recipe_runs(name: str, processes: int, tmp_path: Path, capsys: pytest.C
         assert cli.main(["inspect", source]) == 0
         assert "FlashAdamW" in capsys.readouterr().out
         assert cli.main(["convert", source, target, "--to", "safetensors-fp32"]) == 0
+        exact = pytest.importorskip("safetensors.torch").load_file(target)
+        assert all(weight.dtype == torch.float32 for weight in exact.values())
+        assert any((weight != weight.to(torch.bfloat16).float()).any() for weight in exact.values())  # tails and all
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -116,7 +119,7 @@ def train_at_every_precision() -> None:
     }.items():
         torch.manual_seed(0)
         trainer: Any = lightning.Trainer(max_epochs=8, accelerator="cpu", precision=precision, **quiet)  # pyright: ignore[reportArgumentType]
-        data = torch.randn(128, 64).to(dtype)
+        data: Any = torch.randn(128, 64).to(dtype)
         module = Module()
         trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=16))
         assert module.losses[-1] < 0.8 * module.losses[0], (precision, module.losses)
