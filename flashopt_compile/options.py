@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -242,6 +242,18 @@ def check_shards(owner: str, name: str, parameter: Tensor, storage: Storage) -> 
     if reason is not None:
         how = one_line(placements(parameter))
         raise TypeError(f"{owner}: parameter {name} of shape {tuple(parameter.shape)} is sharded as {how}; {reason}.")
+
+
+def check_replaced(owner: str, groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Any]) -> None:
+    """Raise RuntimeError if states belong to parameters that were replaced by sharded ones."""
+    own = {id(parameter) for group in groups for parameter in group["params"]}
+    former = [parameter for parameter in states if id(parameter) not in own]
+    if former and not any(map(is_sharded, former)):
+        raise RuntimeError(
+            f"{owner}: the model was sharded after the states of {len(former)} parameters were made, and other "
+            "parameters have taken their place (Accelerate's prepare does so under FSDP2); shard the model first, then "
+            "load states or call set_fp32_model_state_dict."
+        )
 
 
 def check_gradient(owner: str, name: str, parameter: Tensor) -> None:

@@ -29,6 +29,8 @@ from flashopt_compile.options import (
     check_gradient,
     check_options,
     check_parameter,
+    check_replaced,
+    check_shards,
     check_state,
     unread,
 )
@@ -77,23 +79,29 @@ def named(position: int, group: Group) -> list[tuple[str, Tensor]]:
     return list(zip(names, group["params"], strict=True))
 
 
-def state_of(optimizer: Stepped, group: Group, name: str, parameter: Tensor) -> dict[str, Any]:
-    """A parameter's state, made if need be."""
-    if not optimizer.state.get(parameter):
-        check_parameter(type(optimizer).__name__, name, parameter)
-        optimizer.state[parameter] = optimizer.new_state(group, parameter)
-    return optimizer.state[parameter]
-
-
 def trained(optimizer: Stepped, make: bool = True) -> list[Trained]:
     """Every parameter to be trained, its state made if need be."""
-    found: list[Trained] = []
-    for position, group in enumerate(optimizer.param_groups):
-        for name, parameter in named(position, group):
-            if is_trained(parameter):
-                state = state_of(optimizer, group, name, parameter) if make else optimizer.state.get(parameter, {})
-                found.append(Trained(group, name, parameter, state))
-    return found
+    found = [
+        (group, name, parameter)
+        for position, group in enumerate(optimizer.param_groups)
+        for name, parameter in named(position, group)
+        if is_trained(parameter)
+    ]
+    if make:
+        _make_states(optimizer, [each for each in found if not optimizer.state.get(each[2])])
+    return [Trained(*each, optimizer.state.get(each[2], {})) for each in found]
+
+
+def _make_states(optimizer: Stepped, new: Sequence[tuple[Group, str, Tensor]]) -> None:
+    """Make the states of parameters, which may have taken the place of those that the constructor checked."""
+    owner = type(optimizer).__name__
+    for group, name, parameter in new:
+        check_parameter(owner, name, parameter)
+        check_shards(owner, name, parameter, optimizer.storage(group, parameter))
+    if shards.any_sharded(parameter for _, _, parameter in new):
+        check_replaced(owner, optimizer.param_groups, optimizer.state)
+    for group, _, parameter in new:
+        optimizer.state[parameter] = optimizer.new_state(group, parameter)
 
 
 def gradient(parameter: Tensor) -> Tensor:

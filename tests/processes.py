@@ -21,6 +21,8 @@ from sharded import SHAPES, Net, assert_same, everything, go_on, of_one_process,
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -239,6 +241,80 @@ def mistakes(folder: Path) -> None:
         next(model.parameters()).grad.to_local()[0, 0] = torch.inf
     optimizer.step()
     assert_same(everything(model, optimizer), before)
+
+
+def replaced(folder: Path) -> None:
+    """Shard models after their optimizers were made, and replace the parameters, as Accelerate does under FSDP2."""
+    model, expected, later = Net(), of_one_process(3), of_one_process(5)
+    optimizer = replace(FlashAdamW(model.parameters(), lr=1e-2, eager=True), shard(model))
+    weights = everything(model, optimizer)
+    assert len(content_of(model, optimizer)["optimizer"]["state"]) == len(SHAPES)  # after a step at lr 0, to have some
+    after = everything(model, optimizer)
+    assert_same({key: after[key] for key in weights}, weights)
+    optimizer.state.clear()
+    go_on(model, optimizer, range(3))
+    assert_same(everything(model, optimizer), expected)
+    dcp.save(content_of(model, optimizer), checkpoint_id=str(folder / "replaced"))
+
+    other = Net(seed=1)
+    again = replace(FlashAdamW(other.parameters(), lr=0.5, eager=True), shard(other))
+    content = content_of(other, again)
+    dcp.load(content, checkpoint_id=str(folder / "replaced"))
+    dsd.set_model_state_dict(other, content["model"])
+    dsd.set_optimizer_state_dict(other, again, content["optimizer"])
+    go_on(other, again, range(3, 5))
+    assert_same(everything(other, again), later)
+
+
+def wrongly_replaced(folder: Path) -> None:
+    """What the constructor would refuse is refused at the first step, before anything changes."""
+    plain = nn.ParameterList([nn.Parameter(torch.zeros(64, 64)), nn.Parameter(torch.zeros(40, 96))])
+    optimizer = FlashAdamW(plain.parameters(), eager=True)
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    cut: list[Any] = [nn.Parameter(distribute_tensor(each.detach(), mesh, [Shard(1)])) for each in plain]
+    replace(optimizer, nn.ParameterList(cut))
+    for parameter in cut:
+        parameter.grad = torch.ones_like(parameter)
+    sentence(optimizer.step, "parameter 0.1 of shape (40, 96) is sharded as (Shard(dim=1),); that cuts groups of 32")
+    assert not optimizer.state and not any(parameter.full_tensor().any() for parameter in cut)
+
+    model = Net()
+    optimizer = FlashAdamW(model.parameters(), eager=True)
+    optimizer.set_fp32_model_state_dict(model, {key: value.float() for key, value in model.state_dict().items()})
+    replace(optimizer, shard(model))
+    sentence(lambda: go_on(model, optimizer, range(1)), "sharded after the states of 10 parameters were made")
+
+
+def zero_redundancy(folder: Path) -> None:
+    """Each process steps its share of the parameters and keeps only its states."""
+    names = [name for name in SHAPES if name != "experts"]  # it takes parameters of one dtype
+    single, model = Net(shapes=names), Net(shapes=names)
+    reference = FlashAdamW(single.parameters(), lr=1e-2, eager=True)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), FlashAdamW, lr=1e-2, eager=True)
+    for each, stepped in ((single, reference), (model, optimizer)):
+        go_on(each, stepped, range(3))
+    assert_same(model.state_dict(), single.state_dict())
+    assert 0 < len(optimizer.optim.state) < len(names)
+    optimizer.consolidate_state_dict(to=0)
+    if distributed.get_rank() == 0:
+        torch.save(optimizer.state_dict(), folder / "zero.pt")
+    distributed.barrier()
+    other = copy.deepcopy(model)
+    again = ZeroRedundancyOptimizer(other.parameters(), FlashAdamW, lr=0.5, eager=True)
+    again.load_state_dict(torch.load(folder / "zero.pt", weights_only=True))
+    for each, stepped in ((single, reference), (other, again)):
+        go_on(each, stepped, range(3, 5))
+    assert_same(other.state_dict(), single.state_dict())
+
+
+def shard(model: nn.Module) -> nn.Module:
+    fully_shard(model, mesh=init_device_mesh("cpu", (distributed.get_world_size(),)))
+    return model
+
+
+def replace(optimizer: Any, model: nn.Module) -> Any:
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    return optimizer
 
 
 def sentence(action: Any, expected: str) -> None:

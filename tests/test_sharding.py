@@ -62,6 +62,10 @@ def test_whole_states_of_any_library_load_into_shards_and_mistakes_are_sentences
     run(tmp_path, 2, "whole_states", "mistakes")
 
 
+def test_parameters_may_be_replaced_by_shards_before_the_first_step(tmp_path: Path):
+    run(tmp_path, 2, "replaced", "wrongly_replaced")
+
+
 def test_the_example_continues_on_another_number_of_processes(tmp_path: Path):
     for world, expected in ((2, "step 30"), (1, "resumed at step 30 of 2 processes")):
         command = [*("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world))]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from flashopt_compile.checkpoint import foreign
 from flashopt_compile.checkpoint.states import library_version, unmarked
 from flashopt_compile.checkpoint.values import described, is_tensor
-from flashopt_compile.checkpoint.weights import entries, parameter_keys, unwrapped
+from flashopt_compile.checkpoint.weights import entries, parameter_keys, unwrapped, unwrapped_optimizer
 from flashopt_compile.distributed.shards import (
     as_sharded,
     first_process_succeeds,
@@ -47,6 +47,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.
     `scheduler=scheduler.state_dict()`. If the model is sharded, all processes must call: the first one collects
     everything and writes the file that a single process would have written, and the others wait for it.
     """
+    optimizer = unwrapped_optimizer(optimizer)
     held = {key: value for key, (_, value) in entries(model).items()}
     check_optimizer(held, optimizer)
     metadata = getattr(unwrapped(model).state_dict(), "_metadata", {})
@@ -80,6 +81,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.
     If the file is damaged or does not fit, raise ValueError and leave model and optimizer as they were. If the model is
     sharded, each process takes its part, however the model was sharded when saved.
     """
+    optimizer = unwrapped_optimizer(optimizer)
     check_optimizer({key: value for key, (_, value) in entries(model).items()}, optimizer)
     content = read(path)
     if FORMAT_KEY not in content:

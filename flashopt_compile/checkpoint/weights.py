@@ -26,6 +26,13 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
+def unwrapped_optimizer(optimizer: Any) -> Any:
+    """The optimizer inside the wrappers that Accelerate, Trainer and Lightning put around it."""
+    while not hasattr(optimizer, "get_fp32_model_state_dict") and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
 def entries(model: nn.Module) -> dict[str, tuple[str, Any]]:
     """Map each key of the unwrapped model to the actual key and its parameter or buffer."""
     found = unwrapped(model).state_dict(keep_vars=True)
