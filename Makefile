@@ -10,8 +10,8 @@ export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 help: ## print this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST)
 
-demo: .venv/.installed-demo ## the method in one run, with figures
-	$(BIN)/python -m bench.demo --checkpoint demo.ckpt
+demo: .venv/.installed-demo ## the method in one run; open demo/report.html
+	$(BIN)/python -m bench.demo
 
 # With a worker on each core, threads that spin while they wait take the cores from those that work.
 test: export OMP_WAIT_POLICY ?= passive
