@@ -89,8 +89,9 @@ def bytes_of(values: Iterable[Any]) -> int:
     """Memory of tensors, also of torchao's, which hold several."""
     total = 0
     for value in values:
-        if isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__"):
-            total += bytes_of(getattr(value, name) for name in value.__tensor_flatten__()[0])
+        flatten = getattr(value, "__tensor_flatten__", None)
+        if flatten is not None:
+            total += bytes_of(getattr(value, name) for name in flatten()[0])
         elif isinstance(value, Tensor):
             total += value.nbytes
     return total
@@ -120,10 +121,8 @@ def planned(name: str, kind: type[FlashOptimizer] = FlashAdamW, **options: Any) 
 def test_torch_takes_what_is_planned():
     assert stepped(torch.optim.AdamW, torch.float32) == planned("torch AdamW fp32")
     assert stepped(torch.optim.AdamW, torch.bfloat16) == planned("torch AdamW bf16")
-    momentum = {"momentum": 0.9}
-    assert stepped(lambda weights: torch.optim.SGD(weights, **momentum), torch.float32) == planned(
-        "torch SGD fp32", FlashSGD, **momentum
-    )
+    with_momentum = planned("torch SGD fp32", FlashSGD, momentum=0.9)
+    assert stepped(lambda weights: torch.optim.SGD(weights, momentum=0.9), torch.float32) == with_momentum
 
 
 def test_torchao_takes_what_is_planned():
