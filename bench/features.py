@@ -3,6 +3,8 @@
 python -m bench.features [--only NAME]   each trial is a process of its own; reasons for "no" follow the table
 """
 
+# pyright: reportPrivateImportUsage=false
+
 import argparse
 import contextlib
 import copy
