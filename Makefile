@@ -3,15 +3,15 @@ PYTHON ?= python3
 BIN := .venv/bin
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 
-.PHONY: help demo test lint proof hunt bench matrix recipes release clean
+.PHONY: help demo test lint proof hunt bench matrix recipes docs release clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
 help: ## print this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST)
 
-demo: .venv/.installed-demo ## the method in one run, with figures
-	$(BIN)/python -m bench.demo --checkpoint demo.ckpt
+demo: .venv/.installed-demo ## the method in one run; open demo/report.html
+	$(BIN)/python -m bench.demo
 
 # With a worker on each core, threads that spin while they wait take the cores from those that work.
 test: export OMP_WAIT_POLICY ?= passive
@@ -38,13 +38,17 @@ matrix: ## the suite and the speed row on every supported torch, hours; TORCH=2.
 recipes: .venv/.installed-recipes ## the examples for Trainer, Accelerate, Lightning and others
 	$(BIN)/python -m pytest tests/test_recipes.py -rs
 
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: .venv/.installed-docs ## the site, in site/
+	$(BIN)/mkdocs build --strict
+
 release: .venv/.installed-release ## the wheel and the source package, in dist
 	rm -rf dist build
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/twine check --strict dist/*
 
 clean: ## remove the venv, caches and build products
-	rm -rf .venv .cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .cache .pytest_cache .ruff_cache .hypothesis build dist site demo *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/bin/python:

@@ -1,6 +1,6 @@
-"""The method in one run: exact fp32 AdamW and FlashAdamW train the same transformer on the same batches.
+"""The method in one run: AdamW in fp32, in bf16, and FlashAdamW train the same transformer on the same batches.
 
-python -m bench.demo [--steps 300] [--seeds 1] [--out demo.png] [--checkpoint demo.ckpt]
+python -m bench.demo [--steps 300] [--seeds 1] [--out demo]
 """
 
 import os
@@ -11,18 +11,20 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median, stdev
 
 import torch
+from torch import nn
 from tqdm import tqdm
 
-from bench.demo_picture import draw
+from bench.demo_picture import picture, write
+from bench.demo_report import Report
 from bench.machine import describe_machine
-from bench.transformer import Plan, held_out_loss, multiplies_bf16, new_model, standard_library, train
-from flashopt_compile import FlashAdamW, save
+from bench.transformer import Plan, Shape, held_out_loss, multiplies_bf16, new_model, standard_library, train
+from flashopt_compile import FlashAdamW, memory_plan, save
 
 BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps, {elapsed}{postfix}"
 LAST = 20  # the final loss is the mean over this many steps
@@ -60,9 +62,12 @@ class Contender:
     dtype: torch.dtype
 
 
+EXACT, PLAIN, OURS = "torch AdamW, fp32", "torch AdamW, pure bf16", "FlashAdamW"
+RELEASED = "FlashAdamW, gradients released"
 CONTENDERS = (
-    Contender("torch AdamW, fp32", torch.optim.AdamW, torch.float32),
-    Contender("FlashAdamW, bf16", FlashAdamW, torch.bfloat16),
+    Contender(EXACT, torch.optim.AdamW, torch.float32),
+    Contender(PLAIN, torch.optim.AdamW, torch.bfloat16),
+    Contender(OURS, FlashAdamW, torch.bfloat16),
 )
 
 
@@ -79,12 +84,17 @@ def bytes_by_tensor(optimizer: torch.optim.Optimizer) -> dict[str, int]:
     return counted
 
 
-def bytes_per_parameter(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    elements = sum(weight.numel() for group in optimizer.param_groups for weight in group["params"])
+def bytes_per_parameter(counted: Mapping[str, int], elements: int) -> dict[str, float]:
     parts: dict[str, float] = {part: 0.0 for part in PARTS}
-    for name, size in bytes_by_tensor(optimizer).items():
+    for name, size in counted.items():
         parts[PART_OF[name]] += size / elements
     return parts
+
+
+def planned_bytes(model: nn.Module) -> dict[str, float]:
+    """What FlashAdamW takes if each gradient is used and freed during backward: planned, not trained here."""
+    plan = memory_plan(model, FlashAdamW, release=True)
+    return bytes_per_parameter(plan.parts, plan.parameters)
 
 
 def run(contender: Contender, plan: Plan, seed: int, checkpoint: Path | None = None) -> Run:
@@ -94,7 +104,7 @@ def run(contender: Contender, plan: Plan, seed: int, checkpoint: Path | None = N
     model = new_model(plan.shape, seed).to(contender.dtype)
     optimizer = contender.optimizer(model.parameters(), lr=plan.lr)  # pyright: ignore[reportCallIssue]
     pause = 0.2 if sys.stderr.isatty() else 15.0
-    label = f"{contender.name:17} seed {seed}"
+    label = f"{contender.name:22} seed {seed}"
     with tqdm(total=plan.steps, desc=label, mininterval=pause, bar_format=BAR) as bar:
         bar.set_postfix_str("first step, compiles" if contender.optimizer is FlashAdamW else "")
         for progress in train(model, optimizer, plan, seed):
@@ -104,7 +114,8 @@ def run(contender: Contender, plan: Plan, seed: int, checkpoint: Path | None = N
             bar.update()
     result.held_out = held_out_loss(model, plan)
     result.seconds = time.perf_counter() - begin
-    result.bytes_per_parameter = bytes_per_parameter(optimizer)
+    elements = sum(weight.numel() for weight in model.parameters())
+    result.bytes_per_parameter = bytes_per_parameter(bytes_by_tensor(optimizer), elements)
     if checkpoint is not None:
         save(checkpoint, model, optimizer, steps=plan.steps, seed=seed)
     return result
@@ -116,49 +127,69 @@ def figure(values: Sequence[float], digits: int) -> str:
     return f"{fmean(values):.{digits}f}{spread}"
 
 
-def table(runs: dict[str, list[Run]]) -> str:
-    """The results of both optimizers, side by side."""
-    columns = list(runs.values())
+def sizes_of(runs: Mapping[str, list[Run]], shape: Shape) -> dict[str, dict[str, float]]:
+    """Bytes per parameter by part: measured for each run, planned for released gradients."""
+    sizes = {name: each[0].bytes_per_parameter for name, each in runs.items()}
+    return {**sizes, RELEASED: planned_bytes(new_model(shape, 0).to(torch.bfloat16))}
+
+
+def rows_of(runs: Mapping[str, list[Run]], sizes: Mapping[str, Mapping[str, float]]) -> list[tuple[str, ...]]:
+    """The results of all optimizers, side by side, under a heading."""
+    columns = [runs.get(name, []) for name in sizes]
+
+    def row(label: str, cell: Callable[[list[Run]], str]) -> tuple[str, ...]:
+        return label, *(cell(each) if each else "–" for each in columns)
+
     rows: list[tuple[str, ...]] = [
-        ("", *runs),
-        (f"training loss, last {LAST} steps", *(figure([r.final for r in each], 4) for each in columns)),
-        ("held-out loss", *(figure([r.held_out for r in each], 4) for each in columns)),
-        ("bytes per parameter", *(f"{sum(each[0].bytes_per_parameter.values()):.2f}" for each in columns)),
+        ("", *sizes),
+        row(f"training loss, last {LAST} steps", lambda each: figure([r.final for r in each], 4)),
+        row("held-out loss", lambda each: figure([r.held_out for r in each], 4)),
+        ("bytes per parameter", *(f"{sum(parts.values()):.2f}" for parts in sizes.values())),
     ]
     for part in PARTS:
-        sizes = [each[0].bytes_per_parameter[part] for each in columns]
-        rows.append((f"    {part}", *(f"{size:.2f}" if size >= 0.005 else "–" for size in sizes)))
-    rows += [
-        (
+        cells = [parts[part] for parts in sizes.values()]
+        rows.append((f"    {part}", *(f"{size:.2f}" if size >= 0.005 else "–" for size in cells)))
+    return [
+        *rows,
+        row(
             "optimizer step, median ms",
-            *(f"{1e3 * median(s for r in each for s in r.optimizer_seconds[1:]):.1f}" for each in columns),
+            lambda each: f"{1e3 * median(s for r in each for s in r.optimizer_seconds[1:]):.1f}",
         ),
-        ("first step (compiles), s", *(f"{each[0].optimizer_seconds[0]:.1f}" for each in columns)),
-        ("whole training, s", *(f"{fmean(r.seconds for r in each):.0f}" for each in columns)),
+        row("first step (compiles), s", lambda each: f"{each[0].optimizer_seconds[0]:.1f}"),
+        row("whole training, s", lambda each: f"{fmean(r.seconds for r in each):.0f}"),
     ]
-    return "\n".join(f"{label:30}" + "".join(f"{cell:>21}" for cell in cells) for label, *cells in rows)
 
 
-def verdict(runs: dict[str, list[Run]]) -> str:
-    """How far the held-out losses differ, and how far they may."""
-    exact, ours = ([r.held_out for r in each] for each in runs.values())
-    apart = fmean(ours) - fmean(exact)
-    text = f"Held-out losses differ by {apart:+.4f} nats per byte."
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """The rows for a terminal; a heading is broken at its comma."""
+    (_, *names), *others = rows
+    halves = [name.partition(", ") for name in names]
+    heads = [("", *(half[0] for half in halves)), ("", *(half[2] for half in halves))]
+    return "\n".join(f"{label:30}" + "".join(f"{cell:>20}" for cell in cells) for label, *cells in [*heads, *others])
+
+
+def verdict(runs: Mapping[str, list[Run]]) -> str:
+    """How far the held-out losses differ from the exact one, and how far they may."""
+    exact, plain, ours = ([r.held_out for r in runs[name]] for name in (EXACT, PLAIN, OURS))
+    apart, theirs = fmean(ours) - fmean(exact), fmean(plain) - fmean(exact)
+    text = (
+        f"FlashAdamW's held-out loss differs from exact AdamW's by {apart:+.4f} nats per byte, pure bf16's by "
+        f"{theirs:+.4f}."
+    )
     if len(exact) == 1:
-        return f"{text} Expected is a difference within seed noise, ±0.02 or so; --seeds 3 measures it."
+        return f"{text} From seed to seed, exact AdamW itself differs by 0.015 or so; --seeds 3 measures it."
     noise = stdev(exact)
     agree = "within" if abs(apart) <= noise else "beyond"
-    return f"{text} That is {agree} seed noise: exact AdamW varies by ±{noise:.4f} from seed to seed."
+    return f"{text} Ours is {agree} seed noise: exact AdamW varies by ±{noise:.4f} from seed to seed."
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m bench.demo", description="Exact fp32 AdamW and FlashAdamW, side by side."
+        prog="python -m bench.demo", description="AdamW in fp32, in bf16, and FlashAdamW, side by side."
     )
     parser.add_argument("--steps", type=int, default=Plan.steps, help="steps of each training (%(default)s)")
     parser.add_argument("--seeds", type=int, default=1, help="trainings of each optimizer (%(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("demo.png"), help="the picture to write (%(default)s)")
-    parser.add_argument("--checkpoint", type=Path, help="write FlashAdamW's checkpoint of the first seed here")
+    parser.add_argument("--out", type=Path, default=Path("demo"), help="the folder to write to (%(default)s)")
     options = parser.parse_args(arguments)
     if options.steps < LAST or options.seeds < 1:
         parser.error(f"steps is {options.steps}, seeds {options.seeds}; allowed are at least {LAST} and 1.")
@@ -169,29 +200,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     begin = time.perf_counter()
     plan = Plan(steps=options.steps)
+    options.out.mkdir(parents=True, exist_ok=True)
+    checkpoint, report = options.out / "demo.ckpt", options.out / "report.html"
     parameters = sum(weight.numel() for weight in new_model(plan.shape, 0).parameters())
-    print(describe_machine())
-    print(
+    setting = (
         f"A byte-level transformer of {parameters / 1e6:.2f} million parameters; "
         f"{len(standard_library().training) / 1e6:.1f} MB of the standard library's source; "
         f"{plan.steps} steps of {plan.batch} × {plan.shape.context} bytes."
     )
+    print(f"{describe_machine()}\n{setting}")
     if not multiplies_bf16():
         print("This processor is slow at bf16 matrices: bf16 weights are multiplied as fp32.")
     runs: dict[str, list[Run]] = {contender.name: [] for contender in CONTENDERS}
     for seed in range(options.seeds):
         for contender in CONTENDERS:
-            kept = options.checkpoint if seed == 0 and contender.optimizer is FlashAdamW else None
+            kept = checkpoint if seed == 0 and contender.name == OURS else None
             runs[contender.name].append(run(contender, plan, seed, kept))
-    print(f"\n{table(runs)}\n\n{verdict(runs)}")
-    draw(
-        {name: [r.losses for r in each] for name, each in runs.items()},
-        {name: each[0].bytes_per_parameter for name, each in runs.items()},
-        options.out,
-    )
-    if options.checkpoint is not None:
-        print(f"Checkpoint: {options.checkpoint}; try flashopt inspect {options.checkpoint}.")
-    print(f"Picture: {options.out}. {time.perf_counter() - begin:.0f} s in all.")
+    sizes = sizes_of(runs, plan.shape)
+    rows, losses = rows_of(runs, sizes), {name: [r.losses for r in each] for name, each in runs.items()}
+    print(f"\n{table(rows)}\n\n{verdict(runs)}")
+    write(picture(losses, sizes), options.out / "demo.png")
+    content = Report(losses, sizes, rows, verdict(runs), (setting, describe_machine()), checkpoint)
+    report.write_text(content.page(), encoding="utf-8")
+    print(f"Checkpoint: {checkpoint}; try .venv/bin/flashopt inspect {checkpoint}.")
+    print(f"Report: {report}; open it in a browser. {time.perf_counter() - begin:.0f} s in all.")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -38,7 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if each == name:
                 module(each).add_arguments(command)
         options = parser.parse_args(arguments)
-        return module(options.command).run(options)
+        code = module(options.command).run(options)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever reads the output, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left to flush on exit
+        return 0
     except (ValueError, TypeError, OSError, ImportError) as error:
         print(f"flashopt {name}: {error}", file=sys.stderr)
         return 2

@@ -1,5 +1,6 @@
 """The command `flashopt`: every subcommand explains itself, and a mistake is one line."""
 
+import os
 import subprocess
 import sys
 from importlib import metadata
@@ -62,3 +63,13 @@ def test_the_package_without_the_repository_says_that_it_has_no_benchmarks(
     monkeypatch.setattr(bench, "REPOSITORY", tmp_path)
     assert cli.main(["bench"]) == 2
     assert "they run in a clone of the repository" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "flashopt_compile", "plan", "--params", "8B"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+    os.close(writing)
+    assert done.returncode == 0
+    assert "Broken" not in done.stderr

@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -11,9 +12,15 @@ from types import ModuleType
 
 import pytest
 
+from flashopt_compile import cli
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SOURCES = sorted([*(ROOT / "quant").rglob("*.py"), *(ROOT / "flashopt_compile").rglob("*.py")])
+NAVIGATION = ROOT / "mkdocs.yml"
+LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
+PENDING = re.search(r"PENDING = {(.*)}", (ROOT / "docs" / "site" / "build.py").read_text(encoding="utf-8"))
+UNWRITTEN = set(re.findall(r"[\w-]+\.md", PENDING[1] if PENDING else ""))  # pages that the site has a place for
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 BLOCK = re.compile(
@@ -67,3 +74,36 @@ def test_doctests_hold(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_example_exits_cleanly(example: Path, tmp_path: Path):
     done = subprocess.run([sys.executable, str(example)], cwd=tmp_path, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path):
+    for link in LINK.findall(page.read_text(encoding="utf-8")):
+        path = (page.parent / link).resolve()
+        assert path.exists() or path.name in UNWRITTEN, f"{page.name} links to {link}"
+
+
+def test_the_site_has_every_page_and_no_other():
+    named = set(re.findall(r"^ +- [^:\n]+: (\S+\.md)$", NAVIGATION.read_text(encoding="utf-8"), re.MULTILINE))
+    written = {page.name for page in PAGES if page.name != "README.md"}
+    assert written <= named
+    assert named - written <= {"index.md"} | UNWRITTEN
+
+
+def test_the_readme_shows_what_flashopt_plan_prints(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["plan", "--config", str(ROOT / "examples" / "configs" / "llama-3.1-8b.json"), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    every = {**plan["alternatives"], "FlashAdamW": plan}
+    rows = {
+        "torch AdamW, fp32 or mixed precision": ["torch AdamW fp32", "torch AdamW mixed"],
+        "torch AdamW, pure bf16": ["torch AdamW bf16"],
+        "8-bit AdamW of torchao or bitsandbytes, bf16 weights": ["torchao AdamW8bit", "bitsandbytes AdamW8bit"],
+        "FlashAdamW": ["FlashAdamW"],
+        "FlashAdamW, gradients released": ["FlashAdamW, gradients released"],
+    }
+    text = (ROOT / "README.md").read_text(encoding="utf-8").replace("**", "")
+    for row, names in rows.items():
+        for each in (every[name] for name in names):
+            sizes = (each["total_bytes"] / 2**30, each["checkpoint_bytes"] / 2**30)
+            cells = [row, *(f"{size:.1f}" for size in sizes), f"{each['bytes_per_parameter']:.2f}"]
+            assert f"| {' | '.join(cells)} |" in text

@@ -63,6 +63,9 @@ def test_release_leaves_the_gradients_out():
     assert released.parts["gradient"] == 0
     assert released.total_bytes == held.total_bytes - held.parts["gradient"]
     assert released.checkpoint_bytes == held.checkpoint_bytes
+    beside = held.alternatives["FlashAdamW, gradients released"]
+    assert (beside.total_bytes, beside.bytes_per_parameter) == (released.total_bytes, released.bytes_per_parameter)
+    assert "FlashAdamW, gradients released" not in released.alternatives
 
 
 def test_a_checkpoint_takes_what_is_planned(tmp_path: Path):

@@ -56,7 +56,17 @@ def write_lightning(folder: Path, model: nn.Module, optimizer: Any) -> Path:
     return folder / "last.ckpt"
 
 
-WRITERS = {"trainer": write_trainer, "accelerate": write_accelerate, "lightning": write_lightning}
+def write_own_loop(folder: Path, model: nn.Module, optimizer: Any) -> Path:
+    torch.save({"model": model.state_dict(), "opt": optimizer.state_dict()}, folder / "mine.pt")
+    return folder / "mine.pt"
+
+
+WRITERS = {
+    "trainer": write_trainer,
+    "accelerate": write_accelerate,
+    "lightning": write_lightning,
+    "own loop": write_own_loop,
+}
 
 
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)

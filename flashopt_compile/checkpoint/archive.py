@@ -21,7 +21,10 @@ from flashopt_compile.optimizers import FlashAdam, FlashAdamW, FlashLion, FlashS
 OPTIMIZERS = {each.__name__: each for each in (FlashAdamW, FlashAdam, FlashSGD, FlashSGDW, FlashLion)}
 # The names of a checkpoint's parts, ours and other libraries'.
 MODEL_KEYS = ("model", "model_state_dict", "state_dict")
-OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optimizer_states")  # the last is Lightning's, a list
+OPTIMIZER_KEYS = (
+    *("optimizer", "optimizer_state_dict", "optim", "opt"),
+    "optimizer_states",  # Lightning's, a list
+)
 STATISTICS = ("running_mean", "running_var")  # buffers; a state dict does not tell them from parameters
 
 

@@ -77,7 +77,8 @@ class MemoryPlan:
     """Bytes before anything is allocated. Activations, buffers and what the framework needs come on top.
 
     `parts` and `total_bytes` are of the device that has most; `bytes_per_parameter` is without sharding. `alternatives`
-    has other optimizers by name. `device_bytes`, `fits` and `changes`, which would make it fit, are for a given device.
+    has other optimizers by name, and ours with released gradients if it keeps them. `device_bytes`, `fits` and
+    `changes`, which would make it fit, are for a given device.
     """
 
     optimizer: str
@@ -124,25 +125,28 @@ def memory_plan(
         raise TypeError(f"{OWNER}: {optimizer.__name__} has no option {unknown[0]!r}.")
     check_options(OWNER, group, optimizer.hyper)
     planned = _planned(model)
-    parts = _parts(optimizer, group, planned, setup)
-    single = _parts(optimizer, group, planned, Setup(release=release))
-    count = sum(math.prod(each.shape) for each in planned)
-    total = sum(parts.values())
+    ours = _total(optimizer, group, planned, setup)
+    alternatives = _alternatives(optimizer, group, planned, setup)
+    if not release:
+        released = _total(optimizer, group, planned, replace(setup, release=True))
+        alternatives = {f"{optimizer.__name__}, gradients released": released, **alternatives}
     plan = MemoryPlan(
         optimizer=optimizer.__name__,
-        parameters=count,
+        parameters=_count(planned),
         setup=setup,
-        parts=parts,
-        total_bytes=total,
-        checkpoint_bytes=sum(single.values()) - single["gradient"],
-        bytes_per_parameter=sum(single.values()) / max(1, count),
-        alternatives=_alternatives(optimizer, group, planned, setup),
+        parts=_parts(optimizer, group, planned, setup),
+        **asdict(ours),
+        alternatives=alternatives,
     )
     if device_bytes is None:
         return plan
-    fits = total <= device_bytes
+    fits = ours.total_bytes <= device_bytes
     changes = () if fits else tuple(_changes(setup, device_bytes, lambda at: _parts(optimizer, group, planned, at)))
     return replace(plan, device_bytes=device_bytes, fits=fits, changes=changes)
+
+
+def _count(planned: Iterable[Planned]) -> int:
+    return sum(math.prod(each.shape) for each in planned)
 
 
 def _planned(model: nn.Module | Iterable[Planned]) -> list[Planned]:
@@ -179,12 +183,20 @@ def _parts(
     return parts
 
 
+def _total(optimizer: type[FlashOptimizer], group: Mapping[str, Any], planned: list[Planned], setup: Setup) -> Total:
+    single = _parts(optimizer, group, planned, Setup(release=setup.release))
+    return Total(
+        total_bytes=sum(_parts(optimizer, group, planned, setup).values()),
+        checkpoint_bytes=sum(single.values()) - single["gradient"],
+        bytes_per_parameter=sum(single.values()) / max(1, _count(planned)),
+    )
+
+
 def _alternatives(
     optimizer: type[FlashOptimizer], group: Mapping[str, Any], planned: list[Planned], setup: Setup
 ) -> dict[str, Total]:
     """What others take, spread in the same way. None of them releases gradients."""
-    states, found = len(optimizer.rule_of(dict(group)).states), {}
-    count = sum(math.prod(each.shape) for each in planned)
+    states, found, count = len(optimizer.rule_of(dict(group)).states), {}, _count(planned)
     for name, kept in peers_of(optimizer.kind().removeprefix("Flash")).items():
 
         def bytes_of(at: Setup, kept: Callable[..., Any] = kept) -> tuple[int, int]:
