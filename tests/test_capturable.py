@@ -179,7 +179,7 @@ def test_a_replayed_step_is_right_for_the_learning_rate_and_count_of_that_time(
 )
 def test_a_traced_graph_can_be_replayed_with_other_numbers(make: type[FlashOptimizer], options: dict[str, Any]):
     """With all numbers in tensors, the graph looks nothing up on the host: it can be captured as a whole."""
-    in_tensors = {
+    in_tensors: dict[str, Any] = {
         name: tuple(map(torch.tensor, value)) if isinstance(value, tuple) else torch.tensor(value)
         for name, value in options.items()
     }
