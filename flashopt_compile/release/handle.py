@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from flashopt_compile.distributed import shards
-from flashopt_compile.engine.pack import PACK_ELEMENTS
-from flashopt_compile.engine.planner import SMALL_ELEMENTS
 from flashopt_compile.inductor import backward
 from flashopt_compile.optimizer import FlashOptimizer
 from flashopt_compile.release import checks
@@ -27,10 +25,13 @@ from flashopt_compile.release.watch import Watch
 
 Use = Literal["step", "measure", "add"]
 
+# The most elements of gradients that wait for others, 1 MiB in bf16: parameters with more are used at once.
+GATHERED_ELEMENTS = 1 << 19
+
 
 @dataclass
 class _Waiting:
-    """Small parameters whose gradients wait to be used together."""
+    """Parameters whose gradients wait to be used together."""
 
     parameters: list[Tensor]
     elements: int
@@ -176,14 +177,14 @@ class GradientReleaseHandle:
                 self._is_checked = True
             use, task = self._use_now(), backward.running()
             elements = shards.local(parameter).numel()
-            if task is None or elements > SMALL_ELEMENTS:
+            if task is None or elements > GATHERED_ELEMENTS:
                 self._take([parameter], use)
                 return
             waiting = self._waiting.get(task)
             if waiting is None:
                 waiting = self._waiting[task] = _Waiting([], 0)
                 backward.at_end(partial(self._end, task, use))
-            elif waiting.elements + elements > PACK_ELEMENTS:
+            elif waiting.elements + elements > GATHERED_ELEMENTS:
                 self._take(waiting.parameters, use)
                 waiting = self._waiting[task] = _Waiting([], 0)
             waiting.parameters.append(parameter)

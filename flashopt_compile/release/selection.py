@@ -44,9 +44,9 @@ class Selection:
             for each in self._places
         ]
         states = {each: real.state[each] for each in self._parameters if each in real.state}
-        vars(own).update(
-            {**vars(real), "param_groups": groups, "state": states, "plan": own.plan, "workspace": self._workspace}
-        )
+        plan = own.plan
+        vars(own).update(vars(real))
+        own.param_groups, own.state, own.plan, own.workspace = groups, states, plan, self._workspace
         stepping.take(own)
 
     @property
