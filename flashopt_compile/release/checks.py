@@ -1,7 +1,7 @@
 """What gradient release refuses, in one sentence each, before anything is attached."""
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,9 @@ DDP = (
 )
 
 
-def released(model: Any, optimizer: Any, pre_step: Any, two_passes: bool) -> list[Tensor]:
+def released(
+    model: Any, optimizer: Any, pre_step: Any, two_passes: bool, is_taken: Callable[[Tensor], bool]
+) -> list[Tensor]:
     """The parameters of the model that the optimizer trains."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{OWNER}: model is a {type(model).__name__}; allowed is a torch.nn.Module.")
@@ -33,7 +35,12 @@ def released(model: Any, optimizer: Any, pre_step: Any, two_passes: bool) -> lis
     if not parameters:
         raise ValueError(f"{OWNER}: model and optimizer share no parameter that is trained; allowed are those that do.")
     if optimizer.release is not None:
-        raise RuntimeError(f"{OWNER}: release is on for this optimizer already; call remove() of the other handle first.")
+        raise RuntimeError(f"{OWNER}: release is on for this optimizer already; call remove() of the first handle first.")
+    if any(map(is_taken, parameters)):
+        raise RuntimeError(
+            f"{OWNER}: parameters of the model are already stepped by the release of another optimizer; call remove() "
+            "of that handle first."
+        )
     for number, group in enumerate(optimizer.param_groups):
         if group["replayable"]:
             raise ValueError(

@@ -49,6 +49,11 @@ class Round:
         """Whether all gradients must be seen before the first parameter is stepped."""
         return self._rules.is_exact or self._scaling.is_on
 
+    @property
+    def clips_by_norm(self) -> bool:
+        """Whether the norm of all gradients is clipped."""
+        return self._rules.norm is not None
+
     def add(self, parameters: Sequence[Tensor]) -> None:
         """Add gradients to sums, and free them."""
         self.sums.add(parameters)
