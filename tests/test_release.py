@@ -156,7 +156,7 @@ def test_two_models_and_two_optimizers_do_not_meet():
         if release:
             enable_gradient_release(*both[0])
         for x in batches(3):
-            sum(loss_of(model, x) for model, _ in both).backward()
+            torch.stack([loss_of(model, x) for model, _ in both]).sum().backward()
             for _, optimizer in both:
                 optimizer.step()
                 optimizer.zero_grad()

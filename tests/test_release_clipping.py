@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from released import Made, Net, assert_same, batches, everything, loss_of, made, ordinary, released, train
-from torch import Tensor, nn
+from torch import nn
 
 from flashopt_compile import FlashAdamW, FlashSGD, enable_gradient_release
 from flashopt_compile.release.sums import STORED, Sums

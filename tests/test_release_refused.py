@@ -1,5 +1,6 @@
 """What gradient release refuses: one sentence, and nothing is half attached."""
 
+import math
 import socket
 from typing import Any
 
@@ -11,47 +12,49 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flashopt_compile import FlashAdamW, enable_gradient_release
 
+enable: Any = enable_gradient_release
+
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "no common parameter": (
-        lambda model, optimizer: enable_gradient_release(nn.Linear(2, 2), optimizer),
+        lambda model, optimizer: enable(nn.Linear(2, 2), optimizer),
         ValueError,
         "share no parameter",
     ),
     "no module": (
-        lambda model, optimizer: enable_gradient_release([model], optimizer),
+        lambda model, optimizer: enable([model], optimizer),
         TypeError,
         "model is a list; allowed is a torch.nn.Module",
     ),
     "another optimizer": (
-        lambda model, optimizer: enable_gradient_release(model, torch.optim.SGD(model.parameters())),
+        lambda model, optimizer: enable(model, torch.optim.SGD(model.parameters())),
         TypeError,
         "optimizer is a SGD; allowed",
     ),
     "pre_step": (
-        lambda model, optimizer: enable_gradient_release(model, optimizer, pre_step=1),
+        lambda model, optimizer: enable(model, optimizer, pre_step=1),
         TypeError,
         "pre_step is 1; allowed is a function",
     ),
     "grad_scaler": (
-        lambda model, optimizer: enable_gradient_release(model, optimizer, grad_scaler=2.0),
+        lambda model, optimizer: enable(model, optimizer, grad_scaler=2.0),
         TypeError,
         r"grad_scaler is 2\.0; allowed is a torch\.amp\.GradScaler",
     ),
     **{
         f"{name} {value}": (
-            lambda model, optimizer, given={name: value}: enable_gradient_release(model, optimizer, **given),
+            lambda model, optimizer, given={name: value}: enable(model, optimizer, **given),
             ValueError,
             rf"{name} is .*; allowed is a number above 0, or None",
         )
-        for name, value in (("clip_norm", 0), ("clip_norm", float("nan")), ("clip_value", -1.0), ("clip_param_norm", "1"))
+        for name, value in (("clip_norm", 0), ("clip_norm", math.nan), ("clip_value", -1.0), ("clip_param_norm", "1"))
     },
     "clip_mode": (
-        lambda model, optimizer: enable_gradient_release(model, optimizer, clip_norm=1.0, clip_mode="last"),
+        lambda model, optimizer: enable(model, optimizer, clip_norm=1.0, clip_mode="last"),
         ValueError,
         "clip_mode is 'last'; allowed is 'previous' or 'exact'",
     ),
     "exact without a norm": (
-        lambda model, optimizer: enable_gradient_release(model, optimizer, clip_mode="exact"),
+        lambda model, optimizer: enable(model, optimizer, clip_mode="exact"),
         ValueError,
         "clip_norm is None",
     ),
@@ -83,7 +86,8 @@ def test_release_is_not_enabled_twice():
 
 @pytest.mark.parametrize("option", ["skip_nonfinite", "capturable"])
 def test_options_that_release_cannot_keep_are_refused(option: str):
-    model, optimizer = made(**{option: True})
+    options: dict[str, Any] = {option: True}
+    model, optimizer = made(**options)
     with pytest.raises(ValueError, match=f"{option} is True in parameter group 0"):
         enable_gradient_release(model, optimizer)
 

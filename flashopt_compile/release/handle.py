@@ -51,8 +51,8 @@ def enable_gradient_release(
     """Step each parameter during backward, as soon as its gradient is complete, and free the gradient.
 
     `optimizer.step()` and `zero_grad()` may stay where they are. `clip_norm` clips by the norm of all gradients: that
-    of the step before (`clip_mode="previous"`), or as `clip_grad_norm_` does ("exact", through `handle.backward(loss)`).
-    `clip_value` and `clip_param_norm` clip each parameter by itself. With `grad_scaler`, call
+    of the step before (`clip_mode="previous"`), or exactly as `clip_grad_norm_` does ("exact"; call
+    `handle.backward(loss)`). `clip_value` and `clip_param_norm` clip each parameter by itself. With `grad_scaler`, call
     `handle.backward(scaler.scale(loss))`. `pre_step(parameter, group)` may return False to skip a parameter, which
     then keeps its gradient.
     """

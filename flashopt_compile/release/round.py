@@ -109,8 +109,8 @@ class Round:
     def measure(self, parameters: Sequence[Tensor]) -> None:
         """Note what must be known of gradients, and free them."""
         for each in parameters:
-            if (left := self.left.get(id(each))) is not None:
-                each.grad = left + each.grad
+            if each.grad is not None and id(each) in self.left:
+                each.grad = self.left[id(each)] + each.grad
         self._prepare(parameters)
         asking = [each for each in parameters if self._scaling.is_on or self._group(each)["skip_nonfinite"]]
         self._found = self._found or numerics.has_nonfinite(list(map(stepping.gradient, asking)))

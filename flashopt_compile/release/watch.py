@@ -34,8 +34,8 @@ class Watch:
         if self._has_seen and not self._has_told:
             self._has_told = True
             warnings.warn(
-                f"{self._owner}: {CLIPPING} found no gradients and clipped nothing, as gradient release has freed them; "
-                "give enable_gradient_release clip_norm instead.",
+                f"{self._owner}: {CLIPPING} found no gradients and clipped nothing, as gradient release has freed "
+                "them; give enable_gradient_release clip_norm instead.",
                 RuntimeWarning,
                 stacklevel=2,
             )
