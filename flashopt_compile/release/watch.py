@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 CLIPPING = torch.nn.utils.clip_grad_norm_.__name__
 
@@ -47,11 +48,12 @@ class Watch:
 
 def _watched(kind: type[Any], watch: Watch) -> type[Any]:
     def read(parameter: Any) -> Any:
-        frame, names = sys._getframe(1), []  # a comprehension has a frame of its own before Python 3.12
-        while frame is not None and len(names) < 2:
-            names.append(frame.f_code.co_name)
-            frame = frame.f_back
-        watch.note(names)
+        if not is_dynamo_compiling():
+            frame, names = sys._getframe(1), []  # a comprehension has a frame of its own before Python 3.12
+            while frame is not None and len(names) < 2:
+                names.append(frame.f_code.co_name)
+                frame = frame.f_back
+            watch.note(names)
         return kind.grad.__get__(parameter)
 
     def write(parameter: Any, value: Any) -> None:
