@@ -181,6 +181,7 @@ def _stand_ins() -> dict[str, Any]:
     names = {name: name for name in ("rint", "floor", "ceil", "trunc", "sqrt", "exp", "exp2", "expm1", "log", "log1p")}
     names |= {"log2": "log2", "tanh": "tanh", "ldexp": "ldexp", "nearbyint": "rint", "pow": "power", "fmod": "fmod"}
     library = {name: elementwise(getattr(numpy, function)) for name, function in names.items()}
+    library |= {"rsqrt": elementwise(lambda x: 1 / numpy.sqrt(x))}
     library |= {"fma": elementwise(fused), "stray": stray}  # called by code from `stray`
     helpers = {
         **{"maximum": larger, "minimum": smaller},

@@ -13,7 +13,10 @@ def contracted(emitted: Emitted) -> Emitted:
 
 
 def divided(emitted: Emitted, ulps: int) -> Emitted:
-    """Move every quotient by `ulps`, up or down by the parity of its last bit. A GPU's may be two ulps off."""
+    """Move every quotient and inverse root by `ulps`, up or down by the parity of its last bit.
+
+    A GPU's may be two ulps off.
+    """
     if abs(ulps) > 2:
         raise ValueError(f"ulps is {ulps}; allowed is −2 to 2.")
     return _rewritten(emitted, lambda: _Divide(ulps))
@@ -65,5 +68,11 @@ class _Divide(ast.NodeTransformer):
         self.generic_visit(node)
         if not isinstance(node.op, ast.Div):
             return node
-        text = f"libdevice.stray({ast.unparse(node)}, {self._ulps})"
-        return ast.parse(text, mode="eval").body
+        return self._moved(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        return self._moved(node) if ast.unparse(node.func).endswith(".rsqrt") else node
+
+    def _moved(self, node: ast.expr) -> ast.expr:
+        return ast.parse(f"libdevice.stray({ast.unparse(node)}, {self._ulps})", mode="eval").body
