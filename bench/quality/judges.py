@@ -5,6 +5,8 @@ Verdicts were fixed before any result was looked at. The interval is Student's, 
   ours, peers   "same": the whole interval lies within ± the margin. "worse" or "better": it does not, and excludes 0.
                 "open": neither; more seeds would tell.
   controls      "worse": the interval lies above 0, or some seed diverged. Else "not seen to be worse".
+
+A seed in which the exact optimizer itself diverged counts for nobody.
 """
 
 import math
@@ -51,6 +53,7 @@ class Judge:
     unit: str
     difference: Callable[[Runs, Runs], float]  # theirs, exact → of one seed
     margin: Callable[[Sequence[Runs]], float]  # the exact optimizer's runs of all seeds
+    no_figure: str = "diverged"  # the verdict on ours if a seed has none
 
 
 def only(runs: Runs) -> Run:
@@ -92,7 +95,7 @@ def _moved_optimum(theirs: Runs, exact: Runs) -> float:
 
 LOSS = Judge("held-out loss", "nats", _loss, _spread)
 FALL = Judge("missing share of the exact optimizer's gain", "of the gain", _missing_share, lambda _: FALL_SHARE)
-OPTIMUM = Judge("best learning rate", "factors of two", _moved_optimum, lambda _: RATE_STEPS)
+OPTIMUM = Judge("best learning rate", "factors of two", _moved_optimum, lambda _: RATE_STEPS, no_figure="open")
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,9 @@ class Judgement:
 
 def judged(judge: Judge, role: str, theirs: Mapping[int, Runs], exact: Mapping[int, Runs]) -> Judgement:
     """Compare the seeds that both have."""
-    seeds = sorted(theirs.keys() & exact.keys())
+    seeds = [
+        seed for seed in sorted(theirs.keys() & exact.keys()) if any(math.isfinite(run["loss"]) for run in exact[seed])
+    ]
     differences = [judge.difference(theirs[seed], exact[seed]) for seed in seeds]
     finite = [each for each in differences if math.isfinite(each)]
     diverged = len(differences) - len(finite)
@@ -118,17 +123,17 @@ def judged(judge: Judge, role: str, theirs: Mapping[int, Runs], exact: Mapping[i
         return Judgement(len(seeds), diverged)
     margin = judge.margin([exact[seed] for seed in seeds])
     if len(finite) < LEAST_SEEDS:
-        return Judgement(len(seeds), diverged, margin, verdict="worse" if role == "control" else "diverged")
+        return Judgement(len(seeds), diverged, margin, verdict="worse" if role == "control" else judge.no_figure)
     mean, low, high = interval(finite)
-    verdict = verdict_of(role, diverged, low, high, margin)
+    if role == "control":
+        verdict = "worse" if low > 0 or diverged else "not seen to be worse"
+    else:
+        verdict = judge.no_figure if diverged else verdict_of(low, high, margin)
     return Judgement(len(seeds), diverged, margin, mean, low, high, verdict)
 
 
-def verdict_of(role: str, diverged: int, low: float, high: float, margin: float) -> str:
-    if role == "control":
-        return "worse" if low > 0 or diverged else "not seen to be worse"
-    if diverged:
-        return "diverged"
+def verdict_of(low: float, high: float, margin: float) -> str:
+    """Judge an interval that ought to hold 0."""
     if -margin < low and high < margin:
         return "same"
     return "worse" if low > 0 else "better" if high < 0 else "open"

@@ -32,7 +32,8 @@ def verdict_of(tally: Tally, name: str) -> str:
         return f"{NOT_YET}: {command}"
     if not found.verdict:
         return f"{found.pairs} of {tally.row.seeds} seeds so far: {command}"
-    diverged = f", {found.diverged} of {found.pairs} seeds diverged" if found.diverged else ""
+    lacking = "without an optimum inside" if tally.row.judge is OPTIMUM else "diverged"
+    diverged = f", {found.diverged} of {found.pairs} seeds {lacking}" if found.diverged else ""
     return f"**{found.verdict}**{diverged}"
 
 

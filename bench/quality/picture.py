@@ -116,5 +116,6 @@ def draw(tallies: Sequence[Tally], folder: Path) -> None:
     write(figure, folder / "quality.png")
     swept = [each for each in tallies if each.row.judge is OPTIMUM]
     side_by_side(swept, draw_rates, folder / "quality-rates.png")
-    levelled = [each for each in tallies if each.row.name.startswith("gpt") and each.ours.pairs]
-    side_by_side(levelled or tallies[:1], draw_curves, folder / "quality-curves.png")
+    of_bytes = [each for each in tallies if each.row.name.startswith("gpt")]
+    levelled = [each for each in of_bytes if each.ours.pairs] or of_bytes[:1]
+    side_by_side(levelled, draw_curves, folder / "quality-curves.png")
