@@ -15,7 +15,7 @@ ORDER: dict[str, list[str]] = {
     "quant": ["ulp", "format", "rows", "dither", "split", "compand", "grouped", "bounds"],
     "flashopt_compile": [
         *("rule", "rules", "engine", "inductor", "distributed", "options", "checkpoint", "inspection"),
-        *("stepping", "tracing", "cast", "optimizer", "optimizers", "checkpoint.archive"),
+        *("scaling", "stepping", "tracing", "cast", "optimizer", "optimizers", "checkpoint.archive"),
         "planning",
         *("kernels", "commands", "cli", "__main__"),
     ],
