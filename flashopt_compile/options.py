@@ -65,6 +65,11 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 
+def is_positive(value: Any) -> bool:
+    """Whether a value is a finite number above zero."""
+    return _at_least_zero(value) and value > 0
+
+
 def _are_betas(value: Any) -> bool:
     return (
         isinstance(value, tuple | list) and len(value) > 0 and all(_is_number(beta) and 0 <= beta < 1 for beta in value)

@@ -18,6 +18,7 @@ from flashopt_compile.engine.kernel import Kernel, eager
 from flashopt_compile.engine.layout import Layout, Part
 from flashopt_compile.engine.numbers import as_numbers, is_capturing
 from flashopt_compile.engine.plan import Given, Options, Plan, Work
+from flashopt_compile.engine.planner import Workspace
 from flashopt_compile.engine.step import Numbers, Step
 from flashopt_compile.engine.storage import Storage
 from flashopt_compile.inductor import compile as inductor
@@ -49,6 +50,7 @@ class Stepped(Protocol):
     state: Any
     eager: bool
     plan: Plan | None
+    workspace: Workspace | None  # if its plan shares one with others
     dtypes: dict[Tensor, torch.dtype]
     hyper: ClassVar[dict[str, Any]]
 
@@ -290,7 +292,8 @@ def _new_plan(optimizer: Stepped, work: list[Trained], options: list[Options]) -
         places = shards.start(parameter), shards.row_starts(parameter, step.storage)
         layout = Layout.of(step.storage, own.shape, *places)
         items.append(Work(state["step"], parts, layout, step, position))
-    return Plan(_given(optimizer), options, items, _uncompiled if optimizer.eager else inductor.kernel)
+    kernels = _uncompiled if optimizer.eager else inductor.kernel
+    return Plan(_given(optimizer), options, items, kernels, optimizer.workspace)
 
 
 def _positions(optimizer: Stepped) -> dict[int, int]:
