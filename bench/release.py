@@ -153,7 +153,7 @@ def measure(quick: bool = False) -> list[Row]:
 
 def main(quick: bool = False) -> None:
     torch.set_num_threads(fresh.THREADS)
-    print(f"{describe_machine()}, torch {torch.__version__}\n\n{table(measure(quick))}\n")
+    print(f"{describe_machine()}\n\n{table(measure(quick))}\n")
 
 
 def answer(arguments: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bench.transformer import Plan, Shape, batches, loss_of, new_model, standard_library
 from flashopt_compile import FlashAdamW, enable_gradient_release
 
-PLAN = Plan(steps=6, batch=4, lr=1e-3, warmup=2, shape=Shape(width=256, layers=12, heads=4, context=32))
+PLAN = Plan(steps=4, batch=4, lr=1e-3, warmup=2, shape=Shape(width=256, layers=12, heads=4, context=32))
 CLIP = 1.0
 Trace = list[tuple[float, float]]  # how far a step has got, and the bytes per parameter that exist then
 
@@ -89,13 +89,15 @@ def draw(runs: dict[str, Run], path: Path) -> None:
         progress, held = (-0.35, *progress, 1.1), (held[0], *held, held[-1])
         axes.fill_between(progress, held, step="post", color=colour, alpha=0.12)
         axes.step(progress, held, where="post", color=colour, linewidth=2)
-        label = f"{name}: {max(held):.1f} bytes at most"
-        axes.text(-0.33, held[0] + 0.25, label, color=colour, fontsize=11, weight="bold")
+        label, is_last = f"{name}: {max(held):.1f} bytes at most", found is list(runs.values())[-1]
+        place = (0.88, held[0] - 0.25) if is_last else (0.88, max(held) + 0.25)
+        vertical = "top" if is_last else "bottom"
+        axes.text(*place, label, color=colour, fontsize=11, weight="bold", ha="right", va=vertical)
     for place, phase in ((-0.17, "forward"), (0.45, "backward"), (1.0, "step,\nzero_grad")):
         axes.text(place, -0.5, phase, ha="center", va="top", fontsize=10)
     axes.axvline(0, color="#999999", linewidth=0.8, linestyle=":")
     axes.axvline(1 / 1.1, color="#999999", linewidth=0.8, linestyle=":")
-    axes.set(xlim=(-0.35, 1.1), ylim=(0, 17), xticks=[], ylabel="bytes per parameter")
+    axes.set(xlim=(-0.35, 1.1), ylim=(0, 18), xticks=[], ylabel="bytes per parameter")
     axes.set_title("Weights, states and gradients over one training step", loc="left", weight="bold")
     axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
