@@ -18,8 +18,8 @@ NOT_YET = "not run yet"
 
 TEMPLATE = Path(__file__).with_name("page.md")
 CAPTIONS = {
-    "quality.png": "Mean differences from exact fp32 with their 95 % intervals, in margins: the grey band is ± 1. Right of "
-    "0 is worse.\nArrows and numbers stand for what lies outside.",
+    "quality.png": "Mean differences from exact fp32 with their 95 % intervals, in margins: the grey band is ± 1.\n"
+    "Right of 0 is worse. Arrows and numbers stand for what lies outside.",
     "quality-rates.png": "Held-out loss by learning rate: the mean over seeds and, faint, each seed.",
     "quality-curves.png": "Training losses of the GPTs, the mean over seeds.",
 }
