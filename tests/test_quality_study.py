@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -231,15 +232,23 @@ def test_the_page_keeps_unlucky_results_and_says_what_has_not_run():
 
 def test_the_committed_page_is_that_of_the_committed_results():
     tallies = [Tally(row, runs.read(row)) for row in ROWS]
-    assert (page.DOCS / page.NAME).read_text(encoding="utf-8") == page.page(tallies)
+    text = page.page(tallies)
+    assert (page.DOCS / page.NAME).read_text(encoding="utf-8") == text
+    assert {path.name for path in (page.DOCS / "img").glob("quality*")} == set(re.findall(r"img/(quality\S*?)\)", text))
 
 
-def test_the_pictures_show_judged_rows_only(tmp_path: Path):
-    exact = FAMILY.exact.name
-    tallies = [told(replace(ROW, name="gpt"), {exact: EXACT, "FlashAdamW": EXACT}), Tally(ROWS[0], [])]
-    swept = next(row for row in ROWS if row.judge is OPTIMUM)
-    page.draw([*tallies, Tally(swept, [])], tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"quality.png", "quality-rates.png", "quality-curves.png"}
+def test_a_picture_is_there_when_it_has_something_to_show(tmp_path: Path):
+    exact, swept = FAMILY.exact.name, next(row for row in ROWS if row.judge is OPTIMUM)
+    swept_runs = [invented(contender.name, seed, (math.log2(lr) + 8) ** 2, lr) for contender, lr, seed in swept.jobs]
+    tallies = [told(replace(ROW, name="gpt"), {exact: EXACT, "FlashAdamW": EXACT}), Tally(swept, swept_runs)]
+    page.draw(tallies, tmp_path)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"quality.png", "quality-rates.png", "quality-curves.png"}
+    assert all(f"](img/{name})" in page.page(tallies) for name in names)
+    nothing = [Tally(each.row, []) for each in tallies]
+    page.draw(nothing, tmp_path)
+    assert not list(tmp_path.iterdir())
+    assert "](img/" not in page.page(nothing)
 
 
 def test_rows_are_chosen_by_the_beginnings_of_their_names(capsys: pytest.CaptureFixture[str]):

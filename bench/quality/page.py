@@ -1,5 +1,6 @@
 """docs/quality.md, written from the results alone."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -9,13 +10,19 @@ from bench.quality.judges import FALL, FALL_SHARE, LEAST_SEEDS, LOSS, OPTIMUM, R
 from bench.quality.picture import draw
 from bench.quality.rows import ROWS
 from bench.quality.runs import RESULTS, read
-from bench.quality.tally import Tally, mean_and_spread
+from bench.quality.tally import Tally, mean_and_spread, pictured
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 NAME = "quality.md"
 NOT_YET = "not run yet"
 
 TEMPLATE = Path(__file__).with_name("page.md")
+CAPTIONS = {
+    "quality.png": "Mean differences from exact fp32 with their 95 % intervals, in margins: the grey band is ± 1.\n"
+    "Right of 0 is worse. Arrows and numbers stand for what lies outside.",
+    "quality-rates.png": "Held-out loss by learning rate: the mean over seeds and, faint, each seed.",
+    "quality-curves.png": "Training losses of the GPTs, the mean over seeds.",
+}
 
 
 def interval_of(found: Judgement, digits: int = 4) -> str:
@@ -163,10 +170,12 @@ def page(tallies: Sequence[Tally]) -> str:
         "settings": table(SETTINGS, map(setting, tallies)),
         "machines": "\n".join(f"Machine: {each}." for each in machines),
     }
+    for name, shown in pictured(tallies).items():
+        filled[name] = f"![{CAPTIONS[name].split(',')[0]}](img/{name})\n\n{CAPTIONS[name]}" if shown else ""
     text = TEMPLATE.read_text(encoding="utf-8")
     for name, value in filled.items():
         text = text.replace(f"<!-- {name} -->", value.rstrip())
-    return text
+    return re.sub(r"\n{3,}", "\n\n", text)  # a picture that there is not leaves no gap
 
 
 def write_page(folder: Path = RESULTS, docs: Path = DOCS) -> None:

@@ -10,8 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from bench.demo_picture import CURVES, INK, write
-from bench.quality.judges import OPTIMUM
-from bench.quality.tally import Tally
+from bench.quality.tally import Tally, pictured
 
 COLOURS = {"ours": "#D55E00", "control": "#0072B2", "peer": "#009E73"}
 SHOWN = 6.0  # margins; beyond, an arrow
@@ -72,7 +71,7 @@ def draw_rates(axes: Axes, tally: Tally) -> None:
         means = [fmean(losses) if losses else math.nan for losses in by_rate]
         axes.plot(tally.row.rates, means, label=contender.name, **curve)
     axes.set_xscale("log", base=2)
-    axes.set_xticks(tally.row.rates, [f"{rate:.2g}" for rate in tally.row.rates])
+    axes.set_xticks(tally.row.rates, [f"{rate:.2g}" for rate in tally.row.rates], rotation=30)
     axes.minorticks_off()
     axes.set_title(f"{tally.row.name}, {len(seeds)} seeds", loc="left", fontsize=11)
     axes.set_xlabel("peak learning rate")
@@ -108,14 +107,20 @@ def side_by_side(tallies: Sequence[Tally], draw_one: Callable[[Axes, Tally], Non
     write(figure, path)
 
 
-def draw(tallies: Sequence[Tally], folder: Path) -> None:
-    """Write quality.png, quality-rates.png and quality-curves.png. Rows without any pair are left out of the last."""
+def draw_all_intervals(tallies: Sequence[Tally], path: Path) -> None:
+    """Write the picture of all intervals, as high as it has lines."""
     figure, axes = plt.subplots(figsize=(9, 3), layout="constrained")
-    count = draw_intervals(axes, tallies)
-    figure.set_size_inches(9, 1.4 + 0.24 * max(count, 4))
-    write(figure, folder / "quality.png")
-    swept = [each for each in tallies if each.row.judge is OPTIMUM]
-    side_by_side(swept, draw_rates, folder / "quality-rates.png")
-    of_bytes = [each for each in tallies if each.row.name.startswith("gpt")]
-    levelled = [each for each in of_bytes if each.ours.pairs] or of_bytes[:1]
-    side_by_side(levelled, draw_curves, folder / "quality-curves.png")
+    figure.set_size_inches(9, 1.4 + 0.24 * max(draw_intervals(axes, tallies), 4))
+    write(figure, path)
+
+
+def draw(tallies: Sequence[Tally], folder: Path) -> None:
+    """Write the pictures that have something to show, and remove those that have not."""
+    for name, shown in pictured(tallies).items():
+        path = folder / name
+        if not shown:
+            path.unlink(missing_ok=True)
+        elif name == "quality.png":
+            draw_all_intervals(shown, path)
+        else:
+            side_by_side(shown, draw_rates if name == "quality-rates.png" else draw_curves, path)

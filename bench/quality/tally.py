@@ -6,7 +6,7 @@ from functools import cached_property
 from statistics import fmean, stdev
 
 from bench.quality.contenders import Contender
-from bench.quality.judges import Judgement, Run, judged
+from bench.quality.judges import OPTIMUM, Judgement, Run, judged
 from bench.quality.rows import Row
 
 
@@ -62,3 +62,13 @@ def mean_and_spread(values: Sequence[float], digits: int = 4) -> str:
         return "–"
     spread = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{fmean(values):.{digits}f}{spread}"
+
+
+def pictured(tallies: Sequence[Tally]) -> dict[str, list[Tally]]:
+    """The rows that each picture of the page has something to show of."""
+    paired = [each for each in tallies if each.ours.pairs]
+    return {
+        "quality.png": [each for each in tallies if any(found.verdict for found in each.judgements.values())],
+        "quality-rates.png": [each for each in paired if each.row.judge is OPTIMUM],
+        "quality-curves.png": [each for each in paired if each.row.name.startswith("gpt")],
+    }
