@@ -78,8 +78,8 @@ def test_filters_are_interleaved_both_ways(size: int, channels: int):
 def test_other_filters_are_not_interleaved(shape: tuple[int, ...]):
     image = torch.zeros(shape).contiguous(memory_format=torch.channels_last)
     strides = torch.zeros(shape).stride()
-    for given in ((strides, image.stride()), (image.stride(), strides)):
-        assert not any(isinstance(form, interleave.Form) for form in interleave.forms_of(shape, *given))
+    for orders in ((strides, image.stride()), (image.stride(), strides)):
+        assert not any(isinstance(form, interleave.Form) for form in interleave.forms_of(shape, *orders))
 
 
 def weights() -> list[Tensor]:
