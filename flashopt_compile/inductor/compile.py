@@ -5,8 +5,8 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import count
 from types import CodeType, FunctionType
 from typing import Any
@@ -17,13 +17,13 @@ from torch import Tensor
 from flashopt_compile.engine.kernel import (
     Bound,
     ComputedKernel,
+    Copying,
     Kernel,
-    Operation,
     WholeStep,
+    copied_by_torch,
     eager,
     run_at_once,
 )
-from flashopt_compile.engine.kernel import copies as plain_copies
 from flashopt_compile.engine.layout import Block, Layout, Part
 from flashopt_compile.engine.numbers import flat
 from flashopt_compile.engine.planner import Item, Planner
@@ -133,8 +133,8 @@ class WholeKernel:
 
         return run
 
-    def copy(self, target: Tensor, source: Tensor) -> list[Operation]:
-        return plain_copies([target], [source])
+    def copying(self, target: Tensor, source: Tensor) -> Copying:
+        return copied_by_torch
 
     def _run(self, tensors: Sequence[Tensor], t: Tensor, place: Place, numbers: Numbers) -> None:
         head, grad = tensors[:2]
@@ -157,23 +157,18 @@ class BoundKernel:
     most_elements: int = CALL_ELEMENTS
     is_deferred: bool = True
     whole: WholeStep | None = None
-    copiers: dict[Any, copies.Copier | None] = field(default_factory=dict, compare=False)
 
     def bind(self, block: Block, t: Tensor, numbers: Numbers) -> Bound:
         return self.found.bind(block, t, numbers)
 
-    def copy(self, target: Tensor, source: Tensor) -> list[Operation]:
+    def copying(self, target: Tensor, source: Tensor) -> Copying:
         for form in interleave.forms_of(target.shape, target.stride(), source.stride()):
-            found = self._copier(form.way, target.dtype)
+            way, dtype = form.way, form.way.dtype_for(target.dtype)
+            key = way, dtype, torch.get_num_threads(), *probes.permission()
+            found = _remembered(key, partial(_copier, way, dtype))
             if found is not None:
-                return [found.operation(form, target, source)]
-        return plain_copies([target], [source])
-
-    def _copier(self, way: copies.Way, dtype: torch.dtype) -> copies.Copier | None:
-        if (way, dtype) not in self.copiers:
-            key = way, way.dtype_for(dtype), torch.get_num_threads(), *probes.permission()
-            self.copiers[way, dtype] = _remembered(key, lambda: _bound_copy(way, way.dtype_for(dtype)))
-        return self.copiers[way, dtype]
+                return found.bind(form)
+        return copied_by_torch
 
 
 def _remembered(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
@@ -276,7 +271,7 @@ def _computing_kernel(step: Step, grad_dtype: torch.dtype, device: torch.device,
     return ComputedKernel(compiled, size)
 
 
-def _bound_copy(way: copies.Way, dtype: torch.dtype) -> copies.Copier | None:
+def _copier(way: copies.Way, dtype: torch.dtype) -> copies.Copier | None:
     """The bound copy between memory orders; None where there is none, and another way or torch's own is used."""
     options = way.options()
     if options is None or probes.BINDING.fault() is not None:

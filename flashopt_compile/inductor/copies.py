@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from flashopt_compile.engine.kernel import Operation
+from flashopt_compile.engine.kernel import Copying, Operation, run_at_once
 from flashopt_compile.inductor import bind, probes
 
 TARGET, SOURCE = 0, 1  # arguments of the C++ function that are no sizes
@@ -61,10 +61,18 @@ class Copier:
     function: Callable[..., None]
     arguments: tuple[int | str, ...]
 
-    def operation(self, form: Form, target: Tensor, source: Tensor) -> Operation:
-        tensors = target, source
-        given = [tensors[each] if isinstance(each, int) else getattr(form, each) for each in self.arguments]
-        return partial(self.function, *given)
+    def bind(self, form: Form) -> Copying:
+        """The function with all arguments but target and source."""
+        given: list[Any] = [getattr(form, each) if isinstance(each, str) else None for each in self.arguments]
+        target_place, source_place = map(self.arguments.index, (TARGET, SOURCE))
+        function = self.function
+
+        def run(target: Tensor, source: Tensor) -> list[Operation]:
+            arguments = given.copy()
+            arguments[target_place], arguments[source_place] = target, source
+            return [partial(function, *arguments)]
+
+        return run
 
 
 def find(way: Way, compiled: Callable[..., None], noting: bind.Noting, dtype: torch.dtype) -> Copier:
@@ -78,6 +86,8 @@ def find(way: Way, compiled: Callable[..., None], noting: bind.Noting, dtype: to
     names = {id(target): TARGET, id(source): SOURCE}
     sizes = {value: name for name, value in form._asdict().items()}
     found = Copier(function, tuple(_name(each, names, sizes) for each in arguments))
+    if any(found.arguments.count(each) != 1 for each in (TARGET, SOURCE)):
+        raise bind.Unbound("its C++ function does not take target and source once")
     for each in way.examples:
         _check(found, each, dtype)
     return found
@@ -109,7 +119,7 @@ def _extent(view: Callable[[Tensor], Tensor]) -> int:
 def _check(found: Copier, form: Form, dtype: torch.dtype) -> None:
     """Raise Unbound unless the function copies each element to its place, and writes nowhere else."""
     target, source = _example(form, dtype)
-    found.operation(form, target, source)()
+    run_at_once(found.bind(form)(target, source))
     expected = torch.zeros(target.untyped_storage().nbytes() // target.itemsize, dtype=dtype, device="cpu")
     form.view_target(expected).copy_(source)
     written = torch.empty(0, dtype=dtype, device="cpu").set_(target.untyped_storage())

@@ -12,7 +12,6 @@ and the way back is the same from the end. Elements are copied as integers of th
 """
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -21,13 +20,13 @@ from torch import Tensor
 from flashopt_compile.inductor import copies, gcc, probes, transpose
 from quant.ulp import once
 
-# Channels that are interleaved at a time: two vectors of 16-bit elements, which the usual numbers are multiples of.
-CHANNELS = 64
+# Channels that are interleaved at a time: as many as divide a filter's. Longer stretches of memory are read sooner.
+CHANNELS = (128, 64)
 # How the planes of a filter are factored: of 2×2, 3×3 and 4×4.
 FACTORS = {4: (2, 2), 9: (3, 3), 16: (4, 4)}
 INTEGERS = {2: torch.int16, 4: torch.int32}
-# Sizes to compile for, which all differ: filters, pieces of CHANNELS, and the elements between filters and planes.
-EXAMPLE = (5, 7, 9001, 9103, 479)
+# Sizes to compile for, which all differ: filters, pieces, and the elements between filters and planes.
+EXAMPLE = (5, 7, 16001, 16103, 979)
 
 
 class Way(NamedTuple):
@@ -36,6 +35,7 @@ class Way(NamedTuple):
     apart: bool
     outer: int
     inner: int
+    channels: int
 
     @property
     def path(self) -> probes.FastPath:
@@ -48,7 +48,12 @@ class Way(NamedTuple):
     @property
     def examples(self) -> Sequence["Form"]:
         form = Form(*EXAMPLE, self)
-        return form, form._replace(filters=1, target_filter=0, source_filter=0), form._replace(pieces=1), form._replace(pieces=2)
+        return (
+            form,
+            form._replace(filters=1, target_filter=0, source_filter=0),
+            form._replace(pieces=1),
+            form._replace(pieces=2),
+        )
 
     def dtype_for(self, dtype: torch.dtype) -> torch.dtype:
         return INTEGERS.get(dtype.itemsize, dtype)
@@ -57,7 +62,10 @@ class Way(NamedTuple):
         return gcc.loops_for_gcc() or None
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy (filters, pieces, channels, outer, inner); the last loops over a target are short, and gcc unrolls them."""
+        """Copy (filters, pieces, channels, outer, inner).
+
+        The last dims of a target are the innermost loops, which are short: gcc unrolls them.
+        """
         middle = once(source.permute(0, 1, 4, 2, 3).clone(memory_format=torch.contiguous_format))
         target.copy_(middle.permute(0, 1, 3, 4, 2))
 
@@ -79,13 +87,12 @@ class Form(NamedTuple):
         return self._view(tensor, self.source_filter, not self.way.apart)
 
     def _view(self, tensor: Tensor, each: int, in_planes: bool) -> Tensor:
-        _, outer, inner = self.way
+        _, outer, inner, channels = self.way
         channel, plane = (1, self.plane) if in_planes else (outer * inner, 1)
-        shape = self.filters, self.pieces, CHANNELS, outer, inner
-        return tensor.as_strided(shape, (each, CHANNELS * channel, channel, inner * plane, plane))
+        shape = self.filters, self.pieces, channels, outer, inner
+        return tensor.as_strided(shape, (each, channels * channel, channel, inner * plane, plane))
 
 
-@lru_cache(256)
 def forms_of(
     shape: Sequence[int], target_strides: Sequence[int], source_strides: Sequence[int]
 ) -> tuple[copies.Form, ...]:
@@ -100,10 +107,14 @@ def forms_of(
 def form_of(matrices: transpose.Form) -> Form | None:
     """The form of a copy whose matrices are the planes of filters; None if they are not, or of a size not factored."""
     batch, rows, columns, target_batch, target_row, source_batch, source_column = matrices
-    if columns in FACTORS and target_row == columns and rows % CHANNELS == 0:
-        way = Way(False, *FACTORS[columns])
-        return Form(batch, rows // CHANNELS, target_batch, source_batch, source_column, way)
-    if rows in FACTORS and source_column == rows and columns % CHANNELS == 0:
-        way = Way(True, *FACTORS[rows])
-        return Form(batch, columns // CHANNELS, target_batch, source_batch, target_row, way)
-    return None
+    if columns in FACTORS and target_row == columns:
+        apart, planes, all_channels, plane = False, columns, rows, source_column
+    elif rows in FACTORS and source_column == rows:
+        apart, planes, all_channels, plane = True, rows, columns, target_row
+    else:
+        return None
+    channels = next((each for each in CHANNELS if all_channels % each == 0), None)
+    if channels is None:
+        return None
+    way = Way(apart, *FACTORS[planes], channels)
+    return Form(batch, all_channels // channels, target_batch, source_batch, plane, way)

@@ -4,7 +4,6 @@ torch's own copy takes the elements one by one: up to five times as long.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -82,10 +81,12 @@ class Way:
     path = probes.TRANSPOSITION
     dynamic_dims = range(3)
 
-    @cached_property
+    @property
     def examples(self) -> Sequence[Form]:
         batch, rows, columns = EXAMPLE
-        form = Form(batch, rows, columns, rows * (columns + 11) + 13, columns + 11, columns * (rows + 17) + 19, rows + 17)
+        form = Form(
+            batch, rows, columns, rows * (columns + 11) + 13, columns + 11, columns * (rows + 17) + 19, rows + 17
+        )
         return form, form._replace(batch=1, target_batch=0, source_batch=0), form._replace(columns=9)
 
     def dtype_for(self, dtype: torch.dtype) -> torch.dtype:
