@@ -16,6 +16,7 @@ from torch import Tensor
 from quant.format import Part, check_dtype, check_same_shape
 from quant.ulp import (
     NARROW_FLOATS,
+    SIZE,
     WEIGHT_NOISE_BITS,
     NarrowFloat,
     binade,
@@ -25,11 +26,13 @@ from quant.ulp import (
     narrowed,
     nearest,
     nearest_fast,
+    on_gpu,
     once,
     overflow,
     select,
     spacing,
     two_over,
+    two_over_binade,
     whole,
     widened,
 )
@@ -90,6 +93,8 @@ class Split:
 
     def decode_fast(self, head: Tensor, tail: Tensor) -> Tensor:
         value, correction = self._terms(head, tail)
+        if on_gpu(head) and self.tail == torch.int8:
+            correction = correction * self._short
         return value + correction
 
     def advance(
@@ -101,6 +106,8 @@ class Split:
         to find the new head. Dither keeps updates alive down to 2^-29 of the weight. A weight moved by zero keeps
         its parts. A non-finite weight or move gives Inf or NaN.
         """
+        if on_gpu(by) and self.tail == torch.int8:
+            return self._advance_on_gpu(head, tail, by, noise)
         value, correction = self._terms(head, tail)
         rest = correction + by
         rounded = nearest_fast(value + rest, self.narrow)
@@ -122,6 +129,22 @@ class Split:
         codes = whole(codes, -self.levels, self.levels, noise, WEIGHT_NOISE_BITS, for_gcc=for_gcc)
         return narrowed(rounded, self.narrow, for_gcc), codes.to(self.tail)
 
+    def _advance_on_gpu(
+        self, head: Tensor, tail: Tensor, by: Tensor, noise: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """`advance` of an 8-bit tail without its comparisons and choices.
+
+        Where a weight is moved by zero, all of this is exact but for the rounding of a tie, which the largest tails
+        make. `decode_fast` shortens corrections, so that it is none.
+        """
+        value, correction = self._terms(head, tail)
+        rounded = nearest_fast(self.decode_fast(head, tail) + by, self.narrow)
+        rest = correction + by
+        rest = rest - (rounded - value)
+        codes = (rest * two_over_binade(rounded, self.narrow)) * self._codes
+        codes = whole(codes, -self.levels, self.levels, noise, WEIGHT_NOISE_BITS)
+        return rounded.to(self.head), codes.to(self.tail)
+
     def resolution(self, head: Tensor, tail: Tensor) -> Tensor:
         return spacing(head.to(torch.float32), self.narrow) * (0.5 / self.levels)
 
@@ -131,6 +154,11 @@ class Split:
         return 2.0**-WEIGHT_NOISE_BITS
 
     @property
+    def _short(self) -> float:
+        """The factor that takes two fp32 ulps of the weight from the largest correction."""
+        return 1 - 2.0 ** (self.narrow.significand_bits - 22)
+
+    @property
     def _codes(self) -> float:
         """The number of codes in half the power of two at or below a head."""
         return self.levels * 2.0 ** (self.narrow.significand_bits - 1)
@@ -138,6 +166,11 @@ class Split:
     def _terms(self, head: Tensor, tail: Tensor, bounded: bool = False) -> tuple[Tensor, Tensor]:
         """The values of head and tail, which add to the weight. Unless `bounded`, the tail's is NaN for some Infs."""
         value = widened(head)
+        if self.narrow.is_cut_fp32 and on_gpu(head):
+            # Put the tail among the bits below the head's. They begin in the middle, so that it does not reach the head.
+            middle = (bits_of(value) & SIZE) | 0x8000
+            below = middle + tail.to(torch.int32) * (0x8000 // (self.levels + 1))
+            return value, (from_bits(below) - from_bits(middle)) * ((self.levels + 1) / self.levels)
         return value, (tail.to(torch.float32) * (0.5 / self._codes)) * binade(value, self.narrow, bounded)
 
 
