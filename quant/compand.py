@@ -13,7 +13,7 @@ import torch
 from sympy.printing.pycode import PythonCodePrinter
 from torch import Tensor
 
-from quant.ulp import SIZE, bits_of, from_bits, inverse_root, on_gpu, once, spread, sqrt, with_sign
+from quant.ulp import fourth_root, inverse_root, inverse_root_of_size, on_gpu, once, spread, sqrt, with_sign
 
 X = sympy.Symbol("x", real=True)
 Y = sympy.Symbol("y", positive=True)
@@ -115,10 +115,15 @@ class Compander:
         def compress(value: Tensor, scale: Tensor) -> Tensor:
             if not on_gpu(value):
                 return on_cpu(value, scale)
-            for _ in range(squares):
-                value = value * inverse_root(from_bits(bits_of(value) & SIZE) if self.odd else value)
             for _ in range(squares - 1):
                 scale = sqrt(scale)
+            if self.odd:
+                for _ in range(squares):
+                    value = value * inverse_root_of_size(value)
+            else:
+                for _ in range(squares // 2):
+                    value = fourth_root(value)
+                value = sqrt(value) if squares % 2 else value
             return value * spread(inverse_root(scale) * levels, value)
 
         return compress

@@ -92,9 +92,7 @@ class Split:
         return value - (0.0 - correction)  # −0.0 minus zero is −0.0; plus zero it would be 0.0
 
     def decode_fast(self, head: Tensor, tail: Tensor) -> Tensor:
-        value, correction = self._terms(head, tail)
-        if on_gpu(head) and self.tail == torch.int8:
-            correction = correction * self._short
+        value, correction = self._terms(head, tail, share=self._short(head))
         return value + correction
 
     def advance(
@@ -106,7 +104,7 @@ class Split:
         to find the new head. Dither keeps updates alive down to 2^-29 of the weight. A weight moved by zero keeps
         its parts. A non-finite weight or move gives Inf or NaN.
         """
-        if on_gpu(by) and self.tail == torch.int8:
+        if self._is_quick(head):
             return self._advance_on_gpu(head, tail, by, noise)
         value, correction = self._terms(head, tail)
         rest = correction + by
@@ -153,25 +151,32 @@ class Split:
         """The last bit of the noise; beside large codes of 15 bits fp32 ends earlier."""
         return 2.0**-WEIGHT_NOISE_BITS
 
-    @property
-    def _short(self) -> float:
-        """The factor that takes two fp32 ulps of the weight from the largest correction."""
-        return 1 - 2.0 ** (self.narrow.significand_bits - 22)
+    def _short(self, head: Tensor) -> float:
+        """On a GPU, the factor that takes two fp32 ulps of the weight from the largest correction; else 1."""
+        return 1 - 2.0 ** (self.narrow.significand_bits - 22) if self._is_quick(head) else 1.0
+
+    def _is_quick(self, head: Tensor) -> bool:
+        return on_gpu(head) and self.tail == torch.int8
 
     @property
     def _codes(self) -> float:
         """The number of codes in half the power of two at or below a head."""
         return self.levels * 2.0 ** (self.narrow.significand_bits - 1)
 
-    def _terms(self, head: Tensor, tail: Tensor, bounded: bool = False) -> tuple[Tensor, Tensor]:
-        """The values of head and tail, which add to the weight. Unless `bounded`, the tail's is NaN for some Infs."""
+    def _terms(
+        self, head: Tensor, tail: Tensor, bounded: bool = False, share: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """The values of head and tail, which add to the weight. Unless `bounded`, the tail's is NaN for some Infs.
+
+        On a GPU, only a `share` of the tail's is asked for.
+        """
         value = widened(head)
         if self.narrow.is_cut_fp32 and on_gpu(head):
             # Put the tail among the bits below the head's. They begin in the middle, so that it does not reach the head.
             middle = (bits_of(value) & SIZE) | 0x8000
-            below = middle + tail.to(torch.int32) * (0x8000 // (self.levels + 1))
-            return value, (from_bits(below) - from_bits(middle)) * ((self.levels + 1) / self.levels)
-        return value, (tail.to(torch.float32) * (0.5 / self._codes)) * binade(value, self.narrow, bounded)
+            moved = middle + tail.to(torch.int32) * (0x8000 // (self.levels + 1))
+            return value, (from_bits(moved) - from_bits(middle)) * (share * (self.levels + 1) / self.levels)
+        return value, (tail.to(torch.float32) * (share * 0.5 / self._codes)) * binade(value, self.narrow, bounded)
 
 
 @dataclass(frozen=True)
