@@ -116,7 +116,7 @@ class Compander:
             if not on_gpu(value):
                 return on_cpu(value, scale)
             for _ in range(squares - 1):
-                scale = sqrt(scale)
+                scale = scale * inverse_root_of_size(scale)
             if self.odd:
                 for _ in range(squares):
                     value = value * inverse_root_of_size(value)
@@ -168,7 +168,7 @@ class Compander:
         def expand_on_gpu(codes: Tensor, scale: Tensor) -> Tensor:
             # The first square is exact, and takes in the levels: one root of the scale less.
             for _ in range(squares - 1):
-                scale = sqrt(scale)
+                scale = scale * inverse_root_of_size(scale)
             square = codes * codes.abs() if self.odd else torch.square(codes)
             power = square * spread(scale * levels**-2, codes)
             for _ in range(squares - 1):

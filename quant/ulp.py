@@ -240,10 +240,7 @@ def whole(
         base &= 0xFFFF
         bits, least = bits.to(torch.int16), None if least is None else least.to(torch.int16)
     bits = bits.clamp(max=base + high)
-    if least is not None:
-        return torch.maximum(bits, least + base)
-    # A GPU may store a number that only rounding takes below `low` as one less, which 8 bits hold and decode too.
-    return bits if noise is not None and on_gpu(x) else bits.clamp(min=base + low)
+    return bits.clamp(min=base + low) if least is None else torch.maximum(bits, least + base)
 
 
 def sqrt(x: Tensor) -> Tensor:

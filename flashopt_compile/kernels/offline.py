@@ -62,6 +62,8 @@ def compile_offline(emitted: Emitted, every: bool = False) -> list[Machine]:
             f"target is {emitted.target.name!r}; triton's wheel has compilers only for NVIDIA and AMD, so for Intel "
             "there is only the emitted source."
         )
+    if lacking := missing_tool(emitted.target):
+        raise FileNotFoundError(f"target is {emitted.target.name!r}; {lacking}.")
     found: list[Machine] = []
     for name, text in emitted.kernels.items():
         tuner = getattr(source.load_kernel(name, text), name)
