@@ -124,15 +124,15 @@ def grouped_bound(format: Grouped, rounding: str = "nearest") -> Bound:
 def gpu_distance(format: Grouped) -> sympy.Expr:
     """How many codes a GPU's unrounded code may lie from a CPU's, for the same value and scale.
 
-    A dithered code differs, by one, with no greater probability on average. Formulas of degree n = 2^k: a GPU takes
-    inverse roots, each off by `INVERSE_ROOT`; 2k of them reach the code (some halved by later roots). A CPU's and a GPU's
-    other roundings, of 2^-24 each, are nine at most.
+    A dithered code differs, by one, with no greater probability on average. With ψ(y) = yⁿ and n = 2^k, a GPU takes
+    inverse roots, each off by `INVERSE_ROOT`, of which 2k reach the code (halves of some, which later roots leave). All
+    other roundings, a CPU's and a GPU's, are of 2^-24 and eleven at most.
     """
     degree = format.compander.inverse.as_base_exp()[1]
     if degree not in (2, 4):
         raise ValueError(f"compander {format.compander.name!r} has the same formulas on a GPU.")
     roots = 2 * sympy.log(degree, 2)
-    return format.levels * (roots * INVERSE_ROOT + 9 * sympy.Rational(1, 2**24))
+    return format.levels * (roots * INVERSE_ROOT + 11 * sympy.Rational(1, 2**24))
 
 
 def mean_error() -> sympy.Expr:

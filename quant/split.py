@@ -127,9 +127,7 @@ class Split:
         codes = whole(codes, -self.levels, self.levels, noise, WEIGHT_NOISE_BITS, for_gcc=for_gcc)
         return narrowed(rounded, self.narrow, for_gcc), codes.to(self.tail)
 
-    def _advance_on_gpu(
-        self, head: Tensor, tail: Tensor, by: Tensor, noise: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def _advance_on_gpu(self, head: Tensor, tail: Tensor, by: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
         """`advance` of an 8-bit tail without its comparisons and choices.
 
         Where a weight is moved by zero, all of this is exact but for the rounding of a tie, which the largest tails
@@ -163,16 +161,14 @@ class Split:
         """The number of codes in half the power of two at or below a head."""
         return self.levels * 2.0 ** (self.narrow.significand_bits - 1)
 
-    def _terms(
-        self, head: Tensor, tail: Tensor, bounded: bool = False, share: float = 1.0
-    ) -> tuple[Tensor, Tensor]:
+    def _terms(self, head: Tensor, tail: Tensor, bounded: bool = False, share: float = 1.0) -> tuple[Tensor, Tensor]:
         """The values of head and tail, which add to the weight. Unless `bounded`, the tail's is NaN for some Infs.
 
         On a GPU, only a `share` of the tail's is asked for.
         """
         value = widened(head)
         if self.narrow.is_cut_fp32 and on_gpu(head):
-            # Put the tail among the bits below the head's. They begin in the middle, so that it does not reach the head.
+            # Count the tail in the bits below the head's, from their middle, so that it does not reach the head.
             middle = (bits_of(value) & SIZE) | 0x8000
             moved = middle + tail.to(torch.int32) * (0x8000 // (self.levels + 1))
             return value, (from_bits(moved) - from_bits(middle)) * (share * (self.levels + 1) / self.levels)

@@ -7,8 +7,8 @@ fp32 → bf16 → fp32 to the identity. Every formula gives the same bits whethe
 and an add into one FMA, unless it says otherwise.
 
 Tensors that are `on_gpu` go through formulas of fewer machine instructions, whose roots and quotients are a few ulps
-off (docs/gpu.md has the bounds). `for_gcc` gives the same bits with operations that gcc can vectorize. It is set where Inductor writes loops over single
-elements and leaves vectors to gcc.
+off (docs/gpu.md has the bounds). `for_gcc` gives the same bits with operations that gcc can vectorize. It is set where
+Inductor writes loops over single elements and leaves vectors to gcc.
 """
 
 import math

@@ -47,7 +47,8 @@ def test_stray_arithmetic_moves_weights_and_states_by_a_code_at_most(name: str):
     update = (weight - exact_weight(before[0], before[2])).abs()
     code = Split().resolution(head, tail).double()
     # Allow a code and some ulps of the update. The ulps exceed a code if the update takes the weight through zero. The
-    # update has the root of v, three inverse roots of 2^-22, and two for the quotient, beside a dozen roundings of 2^-24.
+    # update has five inverse roots of 2^-22, three for the root of v and two for the quotient, and a dozen roundings of
+    # 2^-24.
     apart = (exact_weight(stray_head, stray_tail) - weight).abs()
     assert (apart <= code + (5 * 4 + 12) * 2.0**-24 * update).all()
     assert (apart > 0).double().mean() < 0.005

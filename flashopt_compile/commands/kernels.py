@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-quantize", dest="quantize", action="store_false", help="states in fp32")
     parser.add_argument("--rounding", choices=("dither", "nearest"), default="dither", help="(%(default)s)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep source, PTX and AMDGCN there")
-    parser.add_argument("--json", action="store_true", help="print a list of rows; bytes, instructions and xu are per element")
+    parser.add_argument(
+        "--json", action="store_true", help="print a list of rows; bytes, instructions and xu are per element"
+    )
 
 
 def run(options: argparse.Namespace) -> int:

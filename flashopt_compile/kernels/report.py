@@ -1,4 +1,4 @@
-"""One row per target: the traffic, resources and instructions of a step's kernels, and the time a model makes of them."""
+"""One row per target: traffic, resources and instructions of a step's kernels, and the time a model makes of them."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -22,9 +22,9 @@ HEAD = [
 ]
 VERDICT_HEAD = ["device", "target", "memory", "issue", "XU", "bound by", "of fp32 fused AdamW", "of bf16 AdamW"]
 MODEL = (
-    "A model, no measurement: picoseconds per element if memory, issue of instructions, or the special unit (XU: roots, "
-    "conversions) alone set the time; and the longest of them over the time that memory takes for AdamW's 28 bytes (fp32) "
-    "or 14 bytes (bf16)."
+    "A model, no measurement: picoseconds per element if memory, issue of instructions, or the special unit (XU: "
+    "roots, conversions) alone set the time; and the longest of them over the time that memory takes for AdamW's "
+    "28 bytes (fp32) or 14 bytes (bf16)."
 )
 
 

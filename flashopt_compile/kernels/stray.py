@@ -1,4 +1,4 @@
-"""Change emitted code to arithmetic that hardware may use and the interpreter lacks: FMAs, rough quotients and roots."""
+"""Change emitted code to arithmetic that hardware may use and the interpreter lacks: FMAs, rough quotients, roots."""
 
 import ast
 from collections.abc import Callable
