@@ -37,7 +37,8 @@ Group = dict[str, Any]
 class Release(Protocol):
     """What an optimizer knows of gradient release, while its gradients are released."""
 
-    bytes: int
+    @property
+    def bytes(self) -> int: ...
 
     def step(self) -> None: ...
 

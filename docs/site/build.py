@@ -11,7 +11,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parent.parent.parent
 LINK = re.compile(r"\]\((?P<up>\.\./)?(?P<path>[\w./-]+?\.(?:py|toml|json|md))(?P<anchor>#[\w-]+)?\)")
 SIGNATURE = re.compile(r"<!-- signature: (\w+) -->")
-PENDING = {"quality.md": "Quality", "release.md": "Gradient release"}
+PENDING = {"quality.md": "Quality"}
 LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json", ".md": "markdown"}
 
 

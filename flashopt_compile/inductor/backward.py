@@ -1,10 +1,24 @@
 """What autograd tells of a backward pass while it runs."""
 
 from collections.abc import Callable
+from typing import Any
 
 from flashopt_compile.inductor.probes import GATHERING
 
-_TASK, _AT_END = (each.find() for each in GATHERING.needs) if GATHERING.is_open() else (None, None)
+
+def _found() -> tuple[Any, Any]:
+    """What tells the number of the running pass, and what takes calls to be made at its end."""
+    if not GATHERING.is_open():
+        return None, None
+    task, engine = (each.find() for each in GATHERING.needs)
+    try:
+        return task, engine.queue_callback
+    except AttributeError as error:
+        GATHERING.close(str(error))
+        return None, None
+
+
+_TASK, _AT_END = _found()
 
 
 def running() -> int | None:

@@ -192,7 +192,7 @@ GATHERING = FastPath(
     "gradient release steps each small parameter by itself, which takes up to 0.1 ms more for each",
     (
         Private("torch._C:_current_graph_task_id"),
-        Private("torch.autograd:Variable._execution_engine.queue_callback"),
+        Private("torch.autograd:Variable._execution_engine"),
     ),
 )
 WRAPPER = FastPath(

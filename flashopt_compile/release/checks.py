@@ -1,7 +1,7 @@
 """What gradient release refuses, in one sentence each, before anything is attached."""
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,21 +19,28 @@ DDP = (
 )
 
 
-def released(model: Any, optimizer: Any, pre_step: Any, two_passes: bool) -> list[Tensor]:
+def released(
+    model: Any, optimizer: Any, pre_step: Any, two_passes: bool, is_taken: Callable[[Tensor], bool]
+) -> Sequence[Tensor]:
     """The parameters of the model that the optimizer trains."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{OWNER}: model is a {type(model).__name__}; allowed is a torch.nn.Module.")
     if not isinstance(optimizer, FlashOptimizer):
         raise TypeError(f"{OWNER}: optimizer is a {type(optimizer).__name__}; allowed is one of this library.")
     if pre_step is not None and not callable(pre_step):
-        raise TypeError(f"{OWNER}: pre_step is {one_line(pre_step)}; allowed is a function of a parameter and its group.")
+        raise TypeError(f"{OWNER}: pre_step is {one_line(pre_step)}; allowed is a function (parameter, group).")
     check_wrappers(model)
     own = {id(each) for group in optimizer.param_groups for each in group["params"]}
     parameters = [each for each in model.parameters() if id(each) in own and each.requires_grad]
     if not parameters:
         raise ValueError(f"{OWNER}: model and optimizer share no parameter that is trained; allowed are those that do.")
     if optimizer.release is not None:
-        raise RuntimeError(f"{OWNER}: release is on for this optimizer already; call remove() of the other handle first.")
+        raise RuntimeError(f"{OWNER}: release is on for this optimizer already; call remove() of its handle first.")
+    if any(map(is_taken, parameters)):
+        raise RuntimeError(
+            f"{OWNER}: parameters of the model are already stepped by the release of another optimizer; call remove() "
+            "of that handle first."
+        )
     for number, group in enumerate(optimizer.param_groups):
         if group["replayable"]:
             raise ValueError(

@@ -51,15 +51,17 @@ def enable_gradient_release(
     """Step each parameter during backward, as soon as its gradient is complete, and free the gradient.
 
     `optimizer.step()` and `zero_grad()` may stay where they are. `clip_norm` clips by the norm of all gradients: that
-    of the step before (`clip_mode="previous"`), or as `clip_grad_norm_` does ("exact", through `handle.backward(loss)`).
-    `clip_value` and `clip_param_norm` clip each parameter by itself. With `grad_scaler`, call
+    of the step before (`clip_mode="previous"`), or exactly as `clip_grad_norm_` does ("exact"; call
+    `handle.backward(loss)`). `clip_value` and `clip_param_norm` clip each parameter by itself. With `grad_scaler`, call
     `handle.backward(scaler.scale(loss))`. `pre_step(parameter, group)` may return False to skip a parameter, which
     then keeps its gradient.
     """
     rules = Clipping(clip_value, clip_param_norm, clip_norm, clip_mode)
     rules.check(OWNER)
     scaling = Scaling(OWNER, optimizer, grad_scaler)
-    parameters = checks.released(model, optimizer, pre_step, rules.is_exact or scaling.is_on)
+    others = {id(parameter) for handle in _active for parameter in handle.parameters}
+    two_passes = rules.is_exact or scaling.is_on
+    parameters = checks.released(model, optimizer, pre_step, two_passes, lambda parameter: id(parameter) in others)
     return GradientReleaseHandle(optimizer, parameters, Round(parameters, optimizer, rules, scaling, pre_step))
 
 
@@ -67,8 +69,8 @@ class GradientReleaseHandle:
     """Gradients are released until `remove()` is called, or to the end of a `with` block."""
 
     def __init__(self, optimizer: FlashOptimizer, parameters: Sequence[Tensor], round: Round) -> None:
-        self._optimizer, self._parameters, self._round = optimizer, parameters, round
-        self._watch = Watch(parameters[0], type(optimizer).__name__)
+        self._optimizer, self.parameters, self._round = optimizer, parameters, round
+        self._watch = Watch(parameters[0], type(optimizer).__name__) if not round.clips_by_norm else None
         self._lock = threading.RLock()  # autograd has a thread for each device
         self._waiting: dict[int, _Waiting] = {}  # by the backward pass that they belong to
         self._pass: Use | None = None  # what a pass of `backward` is for
@@ -84,6 +86,7 @@ class GradientReleaseHandle:
             raise
         optimizer.plan = None  # its memory is free for the plans of fewer parameters
         optimizer.release = self
+        _active.add(self)
 
     @property
     def active(self) -> bool:
@@ -95,7 +98,8 @@ class GradientReleaseHandle:
         with self._lock, torch.no_grad():
             if self._hooks:
                 self._unhook()
-                self._watch.end()
+                _active.discard(self)
+                self._end_watch()
                 self._round.complete(self._round.sums.begun)
                 self._optimizer.release = None
                 self._optimizer.selections = Selections(self._optimizer)
@@ -142,7 +146,7 @@ class GradientReleaseHandle:
         """What is left for `optimizer.step()` to do."""
         with self._lock:
             if not self._accumulates:
-                self._watch.end()
+                self._end_watch()
                 self._waiting.clear()  # of backward passes that have failed: the gradients are where all others are
                 self._round.end()
 
@@ -173,7 +177,7 @@ class GradientReleaseHandle:
         """Use the gradient of a parameter, which is complete: at once, or if it is small, together with others."""
         with self._lock, torch.no_grad():
             if not self._is_checked:
-                checks.check_replicas(self._parameters)
+                checks.check_replicas(self.parameters)
                 self._is_checked = True
             use, task = self._use_now(), backward.running()
             elements = shards.local(parameter).numel()
@@ -195,7 +199,7 @@ class GradientReleaseHandle:
         with self._lock, torch.no_grad():
             if task in self._waiting:
                 self._take(self._waiting.pop(task).parameters, use)
-            if use == "step":
+            if use == "step" and self._watch is not None:
                 self._watch.begin()
 
     def _use_now(self) -> Use:
@@ -221,16 +225,16 @@ class GradientReleaseHandle:
     def _measured(self, loss: Tensor, gradient: Tensor | None) -> bool:
         """Look at all gradients in a first pass; return whether there is to be a second."""
         self._round.forget_measures()
-        left = self._round.left = {id(each): each.grad for each in self._parameters if each.grad is not None}
-        is_sharded = shards.any_sharded(self._parameters)
+        left = self._round.left = {id(each): each.grad for each in self.parameters if each.grad is not None}
+        is_sharded = shards.any_sharded(self.parameters)
         try:
-            free(self._parameters)
+            free(self.parameters)
             with self._passing("measure"):
                 # All other tensors get their gradients in the second pass. FSDP2's parameters are no leaves of a graph.
-                inputs = None if is_sharded else [each for each in self._parameters if each.requires_grad]
+                inputs = None if is_sharded else [each for each in self.parameters if each.requires_grad]
                 loss.backward(gradient, retain_graph=True, inputs=inputs)
         finally:
-            for each in self._parameters:
+            for each in self.parameters:
                 each.grad = left.get(id(each))
             self._round.left = {}
         with torch.no_grad():
@@ -244,10 +248,17 @@ class GradientReleaseHandle:
         finally:
             self._pass = None
 
+    def _end_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.end()
+
     def _unhook(self) -> None:
         for each in self._hooks:
             each.remove()
         self._hooks.clear()
+
+
+_active: "weakref.WeakSet[GradientReleaseHandle]" = weakref.WeakSet()
 
 
 def _arrived(handle: "weakref.ref[GradientReleaseHandle]", parameter: Tensor) -> None:

@@ -49,6 +49,11 @@ class Round:
         """Whether all gradients must be seen before the first parameter is stepped."""
         return self._rules.is_exact or self._scaling.is_on
 
+    @property
+    def clips_by_norm(self) -> bool:
+        """Whether the norm of all gradients is clipped."""
+        return self._rules.norm is not None
+
     def add(self, parameters: Sequence[Tensor]) -> None:
         """Add gradients to sums, and free them."""
         self.sums.add(parameters)
@@ -104,8 +109,8 @@ class Round:
     def measure(self, parameters: Sequence[Tensor]) -> None:
         """Note what must be known of gradients, and free them."""
         for each in parameters:
-            if (left := self.left.get(id(each))) is not None:
-                each.grad = left + each.grad
+            if each.grad is not None and id(each) in self.left:
+                each.grad = self.left[id(each)] + each.grad
         self._prepare(parameters)
         asking = [each for each in parameters if self._scaling.is_on or self._group(each)["skip_nonfinite"]]
         self._found = self._found or numerics.has_nonfinite(list(map(stepping.gradient, asking)))

@@ -16,7 +16,8 @@ class Scaling:
     def __init__(self, owner: str, optimizer: Any, scaler: Any) -> None:
         if scaler is not None and not all(hasattr(scaler, name) for name in ("is_enabled", "get_scale", "unscale_")):
             raise TypeError(f"{owner}: grad_scaler is {one_line(scaler)}; allowed is a torch.amp.GradScaler.")
-        self._optimizer, self._scaler = optimizer, scaler
+        self._optimizer = optimizer
+        self._scaler: Any = scaler
 
     @property
     def is_on(self) -> bool:

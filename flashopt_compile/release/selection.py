@@ -1,5 +1,6 @@
 """Some of an optimizer's parameters, stepped by a plan of their own on the road of every step."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,40 +23,38 @@ class _Places(NamedTuple):
 class Selection:
     """Parameters of an optimizer that are stepped together.
 
-    It steps as an optimizer of the same class, which takes groups, options and states from the real one at each step,
-    and has nothing of its own but the plan.
+    They are stepped as by an optimizer of the same class, which has groups, options and states of the real one as they
+    are at each step, and a plan of its own.
     """
 
     def __init__(self, optimizer: stepping.Stepped, parameters: Sequence[Tensor], workspace: Workspace) -> None:
-        self._optimizer, self._parameters, self._workspace = optimizer, parameters, workspace
-        self._own: Any = object.__new__(type(optimizer))
-        self._own.plan = None
+        self._parameters, self._workspace = parameters, workspace
         self._places = _find(optimizer, parameters)
+        self.plan: Plan | None = None
 
-    def step(self) -> None:
+    def step(self, real: stepping.Stepped) -> None:
         """Step those that have a gradient."""
-        real, own = self._optimizer, self._own
-        if not all(map(self._is_in_place, self._places)):
+        if not all(self._is_in_place(real, each) for each in self._places):
             self._places = _find(real, self._parameters)
         if not all(map(real.state.get, self._parameters)):
             stepping.trained(real)  # makes the states of all parameters, as an ordinary first step does
-        groups = [
+        own: Any = object.__new__(type(real))
+        vars(own).update(vars(real))
+        own.param_groups = [
             {**real.param_groups[each.group], "params": each.parameters, "param_names": each.names}
             for each in self._places
         ]
-        states = {each: real.state[each] for each in self._parameters if each in real.state}
-        plan = own.plan
-        vars(own).update(vars(real))
-        own.param_groups, own.state, own.plan, own.workspace = groups, states, plan, self._workspace
-        stepping.take(own)
+        own.state = {each: real.state[each] for each in self._parameters if each in real.state}
+        own.plan, own.workspace = self.plan, self._workspace
+        try:
+            stepping.take(own)
+        finally:
+            self.plan = own.plan
 
-    @property
-    def plan(self) -> Plan | None:
-        return self._own.plan
-
-    def _is_in_place(self, known: _Places) -> bool:
-        """Whether the parameters are still where they were in the optimizer's groups."""
-        groups = self._optimizer.param_groups
+    @staticmethod
+    def _is_in_place(optimizer: stepping.Stepped, known: _Places) -> bool:
+        """Whether parameters are still where they were in the optimizer's groups."""
+        groups = optimizer.param_groups
         params = groups[known.group]["params"] if known.group < len(groups) else []
         return all(
             place < len(params) and params[place] is each
@@ -78,21 +77,23 @@ class Selections:
     """The selections that an optimizer has been asked to step. Their plans share a workspace."""
 
     def __init__(self, optimizer: stepping.Stepped) -> None:
-        self._optimizer = optimizer
+        self._optimizer = weakref.ref(optimizer)  # which has this, and is to be freed as soon as it is dropped
         self._workspace = Workspace()
         self._known: dict[tuple[int, ...], Selection] = {}
         self._latest: dict[int, tuple[int, ...]] = {}  # the selection that a parameter was last stepped in
 
     def step(self, parameters: Sequence[Tensor]) -> None:
         """Step some parameters by a plan of their own, which is kept until one of them is stepped with others."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
         key = tuple(map(id, parameters))
         selection = self._known.get(key)
         if selection is None:
             for former in {self._latest[each] for each in key if each in self._latest}:
                 self._known.pop(former, None)
-            selection = self._known[key] = Selection(self._optimizer, tuple(parameters), self._workspace)
+            selection = self._known[key] = Selection(optimizer, tuple(parameters), self._workspace)
             self._latest |= dict.fromkeys(key, key)
-        selection.step()
+        selection.step(optimizer)
 
     @property
     def bytes(self) -> int:

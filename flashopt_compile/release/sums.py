@@ -44,6 +44,7 @@ class Sums:
     def has(self, parameter: Tensor) -> bool:
         return id(parameter) in self._begun
 
+    @torch.no_grad()
     def add(self, parameters: Sequence[Tensor]) -> None:
         """Add the gradients of some parameters to their sums."""
         if not self._heads:
@@ -59,6 +60,7 @@ class Sums:
                 head.grad = None
         self._begun |= {id(each): each for each in parameters}
 
+    @torch.no_grad()
     def total(self, parameter: Tensor) -> Tensor:
         """A copy of a parameter's sum, sharded as it is, in the dtype of its gradients."""
         head = self._heads[id(parameter)]
@@ -68,6 +70,7 @@ class Sums:
             summed = STORED.decode(head.detach(), self._adder.state[head]["tail"]).to(parameter.dtype)
         return shards.as_sharded(summed, parameter)
 
+    @torch.no_grad()
     def drop(self, parameters: Iterable[Tensor]) -> None:
         """Set sums to zero."""
         for each in parameters:

@@ -1,4 +1,4 @@
-"""Notices that torch's clipping functions look for gradients that have been released, and clip nothing.
+"""Notices that torch.nn.utils.clip_grad_norm_ looks for gradients that have been released, and clips nothing.
 
 Between the end of a backward pass and `optimizer.step()`, one parameter is of a subclass of its class, whose `grad`
 notes who reads it. Nothing of torch is patched, and the parameter is its old self before anything else runs.
@@ -8,9 +8,10 @@ import sys
 import warnings
 from typing import Any
 
+import torch
 from torch import Tensor
 
-CLIPPING = {"clip_grad_norm_": "clip_norm", "clip_grad_value_": "clip_value"}
+CLIPPING = torch.nn.utils.clip_grad_norm_.__name__
 
 
 class Watch:
@@ -19,8 +20,7 @@ class Watch:
     def __init__(self, parameter: Tensor, owner: str) -> None:
         self._parameter, self._owner = parameter, owner
         self._class = type(parameter)
-        self._seen: str | None = None
-        self._has_told = False
+        self._has_seen = self._has_told = False
 
     def begin(self) -> None:
         """Watch from now on: a backward pass has ended."""
@@ -31,18 +31,18 @@ class Watch:
         """Watch no longer, and warn of what has been seen."""
         if type(self._parameter) is not self._class:
             self._parameter.__class__ = self._class
-        if self._seen is not None and not self._has_told:
+        if self._has_seen and not self._has_told:
             self._has_told = True
             warnings.warn(
-                f"{self._owner}: {self._seen} found no gradients and clipped nothing, as gradient release has freed "
-                f"them; give enable_gradient_release {CLIPPING[self._seen]} instead.",
+                f"{self._owner}: {CLIPPING} found no gradients and clipped nothing, as gradient release has freed "
+                "them; give enable_gradient_release clip_norm instead.",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
     def note(self, names: list[str]) -> None:
-        """Note the functions that read the gradient, the innermost first."""
-        self._seen = self._seen or next((name for name in names if name in CLIPPING), None)
+        """Note which functions read the gradient, the innermost first."""
+        self._has_seen = self._has_seen or CLIPPING in names
 
 
 def _watched(kind: type[Any], watch: Watch) -> type[Any]:
