@@ -285,7 +285,7 @@ def test_a_graph_that_cannot_know_the_scale_is_refused(eager: bool):
     params = weights(torch.float16)
     opt = sgd(params, eager=eager)
     step = opt.step
-    opt.step = torch.compile(lambda: step(), fullgraph=True)
+    opt.step = torch.compile(lambda: step(), fullgraph=True)  # pyright: ignore[reportAttributeAccessIssue]
     give(params)
     before = stored(opt)
     with pytest.raises(Exception, match=r"leave scaler\.step\(opt\) out of what you"):
