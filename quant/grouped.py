@@ -16,7 +16,7 @@ from quant.compand import FOURTH_ROOT, LINEAR, SIGNED_ROOT, SOFTSIGN, SQUARE_ROO
 from quant.dither import block_phases, mix_phases, noise, phase_of, step_phase
 from quant.format import Part, check_dtype, check_out
 from quant.rows import Rows
-from quant.ulp import largest, on_gpu, once, round_up, spread, whole
+from quant.ulp import at_least, largest, on_gpu, once, round_up, spread, whole
 
 MIN_SCALE = 2.0**-118  # below, 127/scale would overflow
 # A group whose largest value exceeds a scale by this little keeps that scale. Rounding alone may cause the excess:
@@ -85,7 +85,7 @@ class Grouped:
         """
         size = largest(x, groups, for_gcc)
         finite = size <= self.compander.largest_scale(self.levels)
-        scale = once(round_up(size.clamp(min=MIN_SCALE) * (1 - SLACK)))
+        scale = once(round_up(at_least(size, MIN_SCALE) * (1 - SLACK)))
         never_zero = None if self.signed else x
         codes = whole(
             self._compress(x, scale), -self.levels, self.levels, noise, never_zero=never_zero, for_gcc=for_gcc

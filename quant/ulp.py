@@ -12,6 +12,7 @@ Inductor writes loops over single elements and leaves vectors to gcc.
 """
 
 import math
+import struct
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 EXPONENT = 0x7F800000
 SIZE = 0x7FFFFFFF
 SIGN = -(2**31)
+LEAST_NORMAL = 2.0**-126
 # Bits of noise. Weights use as many as fp32 has after an 8-bit code. Codes of states come back from fp32 arithmetic off
 # by up to 8e-5, so states use few enough bits that rounding restores the codes.
 WEIGHT_NOISE_BITS = 14
@@ -188,6 +190,14 @@ def largest(x: Tensor, groups: int = 1, for_gcc: bool = False) -> Tensor:
     return from_bits(sizes).abs().amax(-1)
 
 
+def at_least(size: Tensor, least: float) -> Tensor:
+    """`size` ≥ 0, or `least` where that is larger. NaN stays NaN, for which a GPU has to compare floats twice."""
+    if not on_gpu(size):
+        return size.clamp(min=least)
+    (bits,) = struct.unpack("i", struct.pack("f", least))
+    return from_bits(bits_of(size).clamp(min=bits))
+
+
 def spread(numbers: Tensor, over: Tensor) -> Tensor:
     """Expand `numbers`, one for each group in a row, so that they combine with the elements of `over`."""
     groups, elements = numbers.shape[-1:].numel(), over.shape[-1:].numel()
@@ -269,7 +279,7 @@ def fourth_root(x: Tensor) -> Tensor:
 
 def inverse_root_of_size(x: Tensor) -> Tensor:
     """1/√|x|, for GPUs; for 0 it is finite, so that its product with x is 0. `largest` needs these bits too."""
-    return from_bits((bits_of(x) & SIZE).clamp(min=0x00800000)).rsqrt()
+    return at_least(from_bits(bits_of(x) & SIZE), LEAST_NORMAL).rsqrt()
 
 
 def quotient(x: Tensor, y: Tensor) -> Tensor:

@@ -66,8 +66,9 @@ def test_after_a_training_weights_differ_by_a_code_or_ulps_of_the_update_and_sta
     ours, theirs = both(step, before, 9)
     old = weight_of(dict(zip(ours, before, strict=True)), step)
     w, other = weight_of(ours, step), weight_of(theirs, step)
-    update = (w - old).abs()
-    code = step.storage.weight.resolution(*(ours[name] for name in step.storage.weight.names)).double()
+    # The largest, as a decoded momentum's error is no smaller where the gradient cancels most of it.
+    update = (w - old).abs().max()
+    code = step.storage.weight.resolution(*(ours[name] for name in ("head", "tail") if name in ours)).double()
     # The update: the root of v has three inverse roots of 2^-22, the quotient two, beside a dozen roundings of 2^-24.
     # Weights of 32 bits are themselves rounded to fp32, or nearly.
     rounding = 2.0**-23 if weight in ("fp32", "bf16+16") else 0.0
@@ -93,7 +94,7 @@ def test_nan_and_inf_end_where_they_do_on_a_cpu(rule: str, weight: str):
     step = step_of(rule, weight)
     ours, theirs = both(step, every_number(step, SHAPE, WEIGHTS[weight][0]), 7)
     assert torch.equal(ours["head"].isfinite(), theirs["head"].isfinite())
-    assert not ours["head"].isfinite().all()
+    assert weight == "fp32" or not ours["head"].isfinite().all()
     for name in ours:
         if name.endswith("scales"):
             assert torch.equal(ours[name].isnan(), theirs[name].isnan())
@@ -115,17 +116,20 @@ def test_a_single_nan_stays_in_its_element_or_group(tensor: str):
 @pytest.mark.parametrize("head", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("tail", [torch.int8, torch.int16], ids=str)
 def test_a_weight_moved_by_zero_keeps_its_parts(head: torch.dtype, tail: torch.dtype):
-    """All heads with all tails that rounding makes of them, by dithered and nearest rounding."""
+    """All heads, with tails up to halfway to the next, by dithered and nearest rounding."""
     format = Split(head, tail)
     heads = torch.arange(-(2**15), 2**15).to(torch.int16).view(head)
-    heads = heads[heads.isfinite() & (heads.view(torch.int16) != -(2**15))]  # −0.0 may become 0.0
+    # −0.0 may become 0.0, and tails of weights below 2^-119 end among fp32's subnormal numbers.
+    heads = heads[heads.isfinite() & ((heads == 0) | (heads.abs() >= 2.0**-119))]
     some = (-1, -0.9, -0.5, -0.3, -0.01, 0, 0.01, 0.25, 0.49, 0.7, 0.99, 1)
     for share in some:
         tails = torch.full_like(heads, round(share * format.levels), dtype=tail)
-        kept_head, kept_tail = format.encode(format.decode(heads, tails))
-        stable = (kept_head == heads) & (kept_tail == tails)
-        assert stable.double().mean() > 0.9
-        own_heads, own_tails = heads[stable], tails[stable]
+        # Below a power of two heads lie twice as close. Rounding leaves no such weight more than half of these tails.
+        significand = 2 ** (format.narrow.significand_bits - 1) - 1
+        is_power = (heads.view(torch.int16) & significand) == 0
+        own = ~(is_power & (tails.sign() != heads.sign()) & (tails.int().abs() > format.levels // 2))
+        own &= (heads != 0) | (tails == 0)
+        own_heads, own_tails = heads[own], tails[own]
         drawn = torch.randint(2**14, own_heads.shape, dtype=torch.int32)
         for noise_bits in (None, drawn, torch.full_like(drawn, 2**14 - 1)):
             with like_gpu():
