@@ -36,7 +36,8 @@ ORDER: dict[str, list[str]] = {
     "flashopt_compile.release": ["selection", "clipping", "scaling", "sums", "watch", "checks", "round", "handle"],
     "flashopt_compile.planning": ["configs", "peers", "plan"],
     "flashopt_compile.kernels": [
-        *("targets", "pretend", "source", "emit", "traffic", "offline", "interpret", "stray", "report"),
+        *("targets", "pretend", "source", "emit", "traffic", "instructions", "offline", "interpret", "stray"),
+        *("roofline", "report"),
     ],
     "flashopt_compile.commands": ["bench", "table", "plan", "convert", "inspect", "verify", "kernels"],
 }
