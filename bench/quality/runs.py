@@ -87,13 +87,20 @@ def read(row: Row, folder: Path = RESULTS) -> list[Run]:
     found = json.loads(path.read_text(encoding="utf-8"))
     if found["settings"] != plain(row.settings):
         return []
-    return [{name: math.nan if value is DIVERGED else value for name, value in each.items()} for each in found["runs"]]
+    return [{name: _replaced(value, DIVERGED, math.nan) for name, value in each.items()} for each in found["runs"]]
+
+
+def _replaced(value: Any, old: Any, new: Any) -> Any:
+    """The value, or all in a list, with `old` replaced by `new`; NaN equals NaN."""
+    if isinstance(value, list):
+        return [_replaced(each, old, new) for each in value]
+    return new if value is old or (value != value and old != old) else value
 
 
 def write(row: Row, runs: list[Run], folder: Path = RESULTS) -> None:
     """Replace the row's file at once, so that an interrupt loses no run."""
     folder.mkdir(parents=True, exist_ok=True)
-    kept = [{name: None if value != value else value for name, value in each.items()} for each in runs]
+    kept = [{name: _replaced(value, math.nan, DIVERGED) for name, value in each.items()} for each in runs]
     lines = ",\n".join(json.dumps(each, ensure_ascii=False) for each in kept)
     settings = json.dumps(plain(row.settings), ensure_ascii=False)
     path, new = folder / f"{row.name}.json", folder / f".{row.name}.{os.getpid()}"
