@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from flashopt_compile import stepping, tracing
+from flashopt_compile import scaling, stepping, tracing
 from flashopt_compile.checkpoint import flashoptim, states, weights
 from flashopt_compile.distributed import shards
 from flashopt_compile.engine.plan import Plan
@@ -200,6 +200,14 @@ class FlashOptimizer(torch.optim.Optimizer):
         """A parameter group's hyper-parameters, for a graph that has traced `rule`."""
         self._opt_called = True
         return tracing.numbers_in_graph(self, group, rule)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether torch.amp.GradScaler is to leave unscaling and skipping to the step, as it cannot unscale fp16.
+
+        If not, gradients can be clipped between its `unscale_` and its `step`; Lightning forbids that if so.
+        """
+        return scaling.needs_unscaling(parameter for group in self.param_groups for parameter in group["params"])
 
     _step_watched = torch.optim.Optimizer.profile_hook_step(_step) if probes.WRAPPER.is_open() else _step
 

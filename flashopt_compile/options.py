@@ -279,6 +279,18 @@ def check_gradient(owner: str, name: str, parameter: Tensor) -> None:
         )
 
 
+def check_grad_scale(owner: str, scale: Any, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError or RuntimeError if a step cannot unscale gradients that torch.amp.GradScaler has left scaled."""
+    for position, group in enumerate(groups):
+        if group["replayable"]:
+            raise RuntimeError(
+                f"{owner}: capturable is True in parameter group {position} and GradScaler leaves fp16 gradients to "
+                "the step, which would have to wait for it to tell whether one is Inf; set capturable=False."
+            )
+    if scale is not None and not 2.0**-126 <= float(scale) <= 2.0**126:
+        raise ValueError(f"{owner}: grad_scale is {float(scale)}; allowed is a number from 2**-126 to 2**126.")
+
+
 def check_state(owner: str, name: str, state: Mapping[str, Tensor], parts: Mapping[str, Part]) -> None:
     """Raise ValueError unless a parameter's state is a step and `parts`."""
     found = {key: value.dtype for key, value in state.items() if key != "step"}

@@ -14,6 +14,7 @@ from flashopt_compile.engine.layout import Layout, Part
 from flashopt_compile.engine.numbers import CapturableNumbers, KeptNumbers, leaves
 from flashopt_compile.engine.planner import Item, Planner, Workspace
 from flashopt_compile.engine.step import Step
+from flashopt_compile.rule import Rule
 
 _dtype_of, _device_of, _layout_of = attrgetter("dtype"), attrgetter("device"), attrgetter("layout")
 _requires_grad = attrgetter("requires_grad")
@@ -26,6 +27,11 @@ class Options(NamedTuple):
     values: tuple[Any, ...]  # of the hyper-parameters, as the group has them
     hyper: Callable[[], Mapping[str, Any]]  # the same, checked, as the rule takes them
     is_capturable: bool = False  # numbers and counts lie on the parameters' device, and the host does not read them
+
+    @property
+    def rule(self) -> Rule:
+        """The rule that the group is stepped by: the first of the fixed options."""
+        return self.fixed[0]
 
 
 class Given(NamedTuple):
