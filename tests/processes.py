@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -102,6 +103,31 @@ def trains_in_parallel(folder: Path) -> None:
         theirs = mine.clone()
         distributed.broadcast(theirs, 0)
         assert torch.equal(mine, theirs)
+
+
+def scales(folder: Path) -> None:
+    """fp16 gradients are unscaled, and a step is skipped by all processes if one has an Inf."""
+    names, results = ["ragged", "bias", "large"], []
+    for model in (sharded(shapes=names).half(), Net(shapes=names).half()):
+        optimizer = FlashSGD(model.parameters(), lr=1e-2, momentum=0.9, eager=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(torch.ones(()))  # which makes its scale
+        last, mine = list(model.parameters())[-1], distributed.get_rank() == distributed.get_world_size() - 1
+        for step in range(3):
+
+            def scaled(step: int = step) -> None:
+                grad: Any = last.grad
+                own = grad.to_local() if hasattr(grad, "to_local") else grad
+                if step == 1 and (mine or own is grad):
+                    own.view(-1)[-1] = torch.inf
+                scaler.step(optimizer)
+                scaler.update()
+
+            go_on(model, SimpleNamespace(step=scaled, zero_grad=optimizer.zero_grad), [step])
+            assert scaler.get_scale() == (8.0 if step == 0 else 4.0)
+        assert float(optimizer.state[last]["step"]) == 2
+        results.append(everything(model, optimizer))
+    assert_same(*results)
 
 
 def releases(folder: Path) -> None:

@@ -218,7 +218,11 @@ def test_a_process_tells_its_peak_and_released_gradients_lower_it():
 def test_steps_with_released_gradients_are_timed_beside_ordinary_ones(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(release, "FlashAdamW", partial(release.FlashAdamW, eager=True))
     rows = release.time_rows(release.QUICK)
-    assert [row.work.rpartition(", ")[2] for row in rows] == ["not clipped", "clip_mode='previous'", "clip_mode='exact'"]
+    assert [row.work.rpartition(", ")[2] for row in rows] == [
+        "not clipped",
+        "clip_mode='previous'",
+        "clip_mode='exact'",
+    ]
     assert all(row.value == row.baseline_ms / row.ours_ms for row in rows if row.baseline_ms and row.ours_ms)
     assert all(row.value for row in rows)
 
