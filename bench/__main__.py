@@ -1,4 +1,4 @@
-"""python -m bench [speed|layouts|callers|release|formats] [--quick] [--out DIR]: all of them by default, as in `make bench`."""
+"""python -m bench [speed|layouts|callers|release|formats] [--quick] [--out DIR]: all by default, as in `make bench`."""
 
 import argparse
 import contextlib

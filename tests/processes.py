@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -105,27 +104,35 @@ def trains_in_parallel(folder: Path) -> None:
         assert torch.equal(mine, theirs)
 
 
+class Scaled:
+    """An optimizer under a GradScaler. In the second step, the last process finds an Inf at the very end."""
+
+    def __init__(self, optimizer: Any, last: Any) -> None:
+        self.optimizer, self.last, self.zero_grad = optimizer, last, optimizer.zero_grad
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        self.scaler.scale(torch.ones(()))  # which makes its scale
+        self.scales: list[float] = []
+
+    def step(self) -> None:
+        is_sharded = hasattr(self.last, "to_local")
+        grad = self.last.grad.to_local() if is_sharded else self.last.grad
+        has_end = not is_sharded or distributed.get_rank() == distributed.get_world_size() - 1
+        if len(self.scales) == 1 and has_end:
+            grad.view(-1)[-1] = torch.inf
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.scales.append(self.scaler.get_scale())
+
+
 def scales(folder: Path) -> None:
     """fp16 gradients are unscaled, and a step is skipped by all processes if one has an Inf."""
     names, results = ["ragged", "bias", "large"], []
     for model in (sharded(shapes=names).half(), Net(shapes=names).half()):
         optimizer = FlashSGD(model.parameters(), lr=1e-2, momentum=0.9, eager=True)
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        scaler.scale(torch.ones(()))  # which makes its scale
-        last, mine = list(model.parameters())[-1], distributed.get_rank() == distributed.get_world_size() - 1
-        for step in range(3):
-
-            def scaled(step: int = step) -> None:
-                grad: Any = last.grad
-                own = grad.to_local() if hasattr(grad, "to_local") else grad
-                if step == 1 and (mine or own is grad):
-                    own.view(-1)[-1] = torch.inf
-                scaler.step(optimizer)
-                scaler.update()
-
-            go_on(model, SimpleNamespace(step=scaled, zero_grad=optimizer.zero_grad), [step])
-            assert scaler.get_scale() == (8.0 if step == 0 else 4.0)
-        assert float(optimizer.state[last]["step"]) == 2
+        scaled = Scaled(optimizer, list(model.parameters())[-1])
+        go_on(model, scaled, range(3))
+        assert scaled.scales == [8.0, 4.0, 4.0]
+        assert float(optimizer.state[scaled.last]["step"]) == 2
         results.append(everything(model, optimizer))
     assert_same(*results)
 
