@@ -266,7 +266,7 @@ def versions() -> dict[str, str]:
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-    return found
+    return {**found, "torch": torch.__version__}  # with its build, which PyPI's metadata leave out
 
 
 def report(rows: Sequence[Row], plan: Plan, device: torch.device) -> dict[str, Any]:

@@ -25,7 +25,8 @@ ORDER: dict[str, list[str]] = {
         *("storage", "step", "numbers", "layout", "kernel", "pack", "counts", "calls", "planner", "plan"),
     ],
     "flashopt_compile.inductor": [
-        *("versions", "probes", "tiles", "gcc", "bind", "example", "transpose", "compile", "operator", "backward"),
+        *("versions", "probes", "tiles", "gcc", "bind", "example", "copies", "transpose"),
+        *("interleave", "compile", "operator", "backward"),
     ],
     "flashopt_compile.distributed": ["shards"],
     "flashopt_compile.checkpoint": [
@@ -35,7 +36,8 @@ ORDER: dict[str, list[str]] = {
     "flashopt_compile.release": ["selection", "clipping", "scaling", "sums", "watch", "checks", "round", "handle"],
     "flashopt_compile.planning": ["configs", "peers", "plan"],
     "flashopt_compile.kernels": [
-        *("targets", "pretend", "source", "emit", "traffic", "offline", "interpret", "stray", "report"),
+        *("targets", "pretend", "source", "emit", "traffic", "instructions", "offline", "interpret", "stray"),
+        *("roofline", "report"),
     ],
     "flashopt_compile.commands": ["bench", "table", "plan", "convert", "inspect", "verify", "kernels"],
 }

@@ -180,7 +180,7 @@ def test_ctrl_c_while_the_first_step_compiles_leaves_a_clean_start(seconds: floa
         assert process.stdout.readline() == "stepping\n"
         time.sleep(seconds)
         process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=240)
+        output, errors = process.communicate(timeout=900)
     finally:
         process.kill()
     assert process.returncode == 0, errors[-4000:]

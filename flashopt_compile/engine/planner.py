@@ -17,7 +17,7 @@ from quant.rows import Span
 # Parameters with fewer elements are packed: a call costs more than the copies.
 SMALL_ELEMENTS = 1 << 16
 # Elements of a non-contiguous parameter that are copied at a time.
-STAGED_ELEMENTS = 1 << 19
+STAGED_ELEMENTS = 1 << 20
 
 
 class Item(NamedTuple):
