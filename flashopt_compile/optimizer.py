@@ -98,7 +98,7 @@ class FlashOptimizer(torch.optim.Optimizer):
             raise TypeError(f"{owner}: params is a set, whose order differs from run to run; allowed is a list.")
         params = [params] if isinstance(params, Tensor) else list(params)
         options = flashoptim.given_options(owner, check_torch_options(owner, param_group, self.implementation))
-        check_keys(owner, options, self.hyper)
+        check_keys(owner, options, [*self.hyper, flashoptim.BYTEWIDTH])
         group = {**self.defaults, **options}
         check_options(owner, group, self.hyper)
         if self.decays_by_penalty and group["decouple_lr"]:

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -198,9 +198,9 @@ def torch_defaults(namesake: type[Any] | None) -> dict[str, Any]:
     return {name: supported[0] for name, supported in TORCH_OPTIONS.items() if name in theirs}
 
 
-def check_keys(owner: str, options: Mapping[str, Any], hyper: Mapping[str, Any]) -> None:
+def check_keys(owner: str, options: Mapping[str, Any], names: Iterable[str]) -> None:
     """Raise TypeError for a parameter group's key that is nearly one of ours. Others are the user's own."""
-    known = [*hyper, *STORAGE_OPTIONS, *TORCH_OPTIONS, "params", "param_names", "initial_lr"]
+    known = [*names, *STORAGE_OPTIONS, *TORCH_OPTIONS, "params", "param_names", "initial_lr"]
     for key in options:
         close = [] if key in known or not isinstance(key, str) else get_close_matches(key.lower(), known, 1, LIKENESS)
         if close:

@@ -150,7 +150,8 @@ def tensors_of(storage: Storage, parameter: Tensor, grad: Tensor, state: dict[st
 
 def take(optimizer: Stepped) -> None:
     """Step, by gradients that may be of a scaled loss."""
-    if scaling.is_scaled(optimizer):
+    attributes = vars(optimizer)
+    if "found_inf" in attributes or "grad_scale" in attributes:  # as `scaling.is_scaled`, without a call
         scaling.take(optimizer, partial(_take, optimizer))
     else:
         _take(optimizer)

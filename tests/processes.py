@@ -104,6 +104,39 @@ def trains_in_parallel(folder: Path) -> None:
         assert torch.equal(mine, theirs)
 
 
+class Scaled:
+    """An optimizer under a GradScaler. In the second step, the last process finds an Inf at the very end."""
+
+    def __init__(self, optimizer: Any, last: Any) -> None:
+        self.optimizer, self.last, self.zero_grad = optimizer, last, optimizer.zero_grad
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        self.scaler.scale(torch.ones(()))  # which makes its scale
+        self.scales: list[float] = []
+
+    def step(self) -> None:
+        is_sharded = hasattr(self.last, "to_local")
+        grad = self.last.grad.to_local() if is_sharded else self.last.grad
+        has_end = not is_sharded or distributed.get_rank() == distributed.get_world_size() - 1
+        if len(self.scales) == 1 and has_end:
+            grad.view(-1)[-1] = torch.inf
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.scales.append(self.scaler.get_scale())
+
+
+def scales(folder: Path) -> None:
+    """fp16 gradients are unscaled, and a step is skipped by all processes if one has an Inf."""
+    names, results = ["ragged", "bias", "large"], []
+    for model in (sharded(shapes=names).half(), Net(shapes=names).half()):
+        optimizer = FlashSGD(model.parameters(), lr=1e-2, momentum=0.9, eager=True)
+        scaled = Scaled(optimizer, list(model.parameters())[-1])
+        go_on(model, scaled, range(3))
+        assert scaled.scales == [8.0, 4.0, 4.0]
+        assert float(optimizer.state[scaled.last]["step"]) == 2
+        results.append(everything(model, optimizer))
+    assert_same(*results)
+
+
 def releases(folder: Path) -> None:
     """Gradients are released under FSDP2, whose own hooks call ours with the reduced gradient of the shard."""
     names = [name for name in SHAPES if name != "experts"]  # FSDP2 takes parameters of one dtype

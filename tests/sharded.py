@@ -68,7 +68,7 @@ def cut_all(model: nn.Module, mesh: Any, by_columns: bool) -> None:
         setattr(model, name, nn.Parameter(cut))
 
 
-def go_on(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> None:
+def go_on(model: nn.Module, optimizer: Any, steps: Iterable[int]) -> None:
     """Take numbered steps. A step's number seeds its gradients."""
     for step in steps:
         for number, parameter in enumerate(model.parameters()):

@@ -212,7 +212,8 @@ def test_unknown_options_are_refused_and_known_ones_listed(kind: Kind):
 @pytest.mark.parametrize(
     "key, meant",
     [
-        *(("weigth_decay", "weight_decay"), ("Betas", "betas"), ("quantise", "quantize"), ("LR", "lr")),
+        *(("weigth_decay", "weight_decay"), ("master_bytewith", "master_bytewidth")),
+        *(("Betas", "betas"), ("quantise", "quantize"), ("LR", "lr")),
         *(("master_weights_bits", "master_weight_bits"), ("maximise", "maximize"), ("epss", "eps")),
     ],
 )

@@ -1,10 +1,12 @@
 """torch.amp.GradScaler: the step unscales fp16 gradients in fp32, and a step that overflows changes nothing."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import run
 from torch.nn import Parameter
 from training import stored
 
@@ -285,9 +287,27 @@ def test_a_graph_that_cannot_know_the_scale_is_refused(eager: bool):
     params = weights(torch.float16)
     opt = sgd(params, eager=eager)
     step = opt.step
-    opt.step = torch.compile(lambda: step(), fullgraph=True)  # pyright: ignore[reportAttributeAccessIssue]
+    compiled: Any = torch.compile(lambda: step(), fullgraph=True)
+    opt.step = compiled
     give(params)
     before = stored(opt)
     with pytest.raises(Exception, match=r"leave scaler\.step\(opt\) out of what you"):
         scaler_of().step(opt)
     assert same(stored(opt)[: len(before)], before)
+
+
+def test_all_processes_skip_if_one_has_an_inf(tmp_path: Path):
+    run(tmp_path, 2, "scales")
+
+
+def test_scaled_gradients_are_clipped_to_a_scaled_norm():
+    """As docs/amp.md says; an overflowing norm would set gradients to zero."""
+    params = weights(torch.float16)
+    opt, scaler = sgd(params, lr=1.0, momentum=0.0), scaler_of(2.0**10)
+    give(params, factor=2.0**10)
+    norms = [torch.linalg.vector_norm(each.grad, dtype=torch.float32) for each in params if each.grad is not None]
+    torch.nn.utils.clip_grads_with_norm_(params, 0.5 * scaler.get_scale(), torch.linalg.vector_norm(torch.stack(norms)))
+    before = [parameter.detach().float() for parameter in params]
+    scaler.step(opt)
+    by = torch.cat([(old - new.float()).flatten() for old, new in zip(before, params, strict=True)])
+    assert abs(by.norm() - 0.5) < 0.02

@@ -82,6 +82,30 @@ def test_a_flattened_distributed_state_dict_resumes(options: dict[str, Any]):
     assert_identical(snapshot(other, resumed), snapshot(model, optimizer))
 
 
+def test_a_flattened_state_dict_goes_through_a_distributed_checkpoint(tmp_path: Path):
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    model, optimizer = pair()
+    model.zero_grad()
+    save({"optimizer": get_optimizer_state_dict(model, optimizer, options=flat)}, checkpoint_id=tmp_path, no_dist=True)
+    other, resumed = pair(seed=9, steps=0)
+    other.load_state_dict(model.state_dict())
+    loaded = {"optimizer": get_optimizer_state_dict(other, resumed, options=flat)}
+    load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    set_optimizer_state_dict(other, resumed, loaded["optimizer"], options=flat)
+    assert_identical(snapshot(other, resumed), snapshot(model, optimizer))
+
+
+def test_a_flattened_state_dict_that_is_not_compressed_is_refused_with_a_way_out():
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    model, optimizer = pair(compress_state_dict=False)
+    model.zero_grad()
+    saved = get_optimizer_state_dict(model, optimizer, options=flat)
+    before = snapshot(model, optimizer)
+    with pytest.raises(ValueError, match=r"an empty m\.codes, .*; set compress_state_dict=True, or flatten_optimizer"):
+        set_optimizer_state_dict(model, optimizer, saved, options=flat)
+    assert_identical(snapshot(model, optimizer), before)
+
+
 def test_initializing_for_a_distributed_checkpoint_leaves_the_weights_alone():
     model, optimizer = pair(steps=0)
     before = [parameter.detach().clone() for parameter in model.parameters()]

@@ -193,7 +193,13 @@ def understood(
         raise ValueError(
             f"{owner}: the state of parameter {name} has a tail of {dtype} weights; the parameter is {parameter.dtype}."
         )
-    values = None
+    values, lacking = None, [key for key, value in state.items() if isinstance(value, Mapping) and not value]
+    if lacking:  # what torch.distributed.checkpoint puts in place of keys that it has not found
+        raise ValueError(
+            f"{owner}: the state of parameter {name} has an empty {lacking[0]}: in a flattened state dict, "
+            "torch.distributed.checkpoint does not look for what compress_state_dict=False writes; set "
+            "compress_state_dict=True, or flatten_optimizer_state_dict=False."
+        )
     if set(state) != {"step", *storage.parts(shape)}:
         try:
             values = read(state, keeper.torch_names, storage, shape)
