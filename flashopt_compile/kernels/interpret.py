@@ -97,7 +97,8 @@ def _load(name: str, text: str) -> tuple[Any, dict[str, Any], dict[str, str]]:
 def _interpreter() -> Iterator[None]:
     """Make `triton.jit` interpret functions, with the hardware's casts between fp32 and bf16.
 
-    The interpreter's own casts truncate to bf16, and get subnormals wrong on the way back.
+    The interpreter's own casts truncate to bf16, and get subnormals wrong on the way back. Its inverse roots, which
+    Inductor writes for AMD, round twice.
     """
     triton = importlib.import_module("triton")
     interpreter = importlib.import_module("triton.runtime.interpreter")
@@ -115,11 +116,15 @@ def _interpreter() -> Iterator[None]:
             return interpreter.TensorHandle(wide, dtype.scalar)
         return cast(builder, value, dtype)
 
+    def inverse_root(builder: Any, x: Any) -> Any:
+        return interpreter.TensorHandle((1 / numpy.sqrt(x.data.astype(numpy.float64))).astype(x.data.dtype), x.dtype)
+
     before = triton.knobs.runtime.interpret
     triton.knobs.runtime.interpret = True
     try:
         with (
             mock.patch.object(interpreter.InterpreterBuilder, "cast_impl", cast_rightly),
+            mock.patch.object(interpreter.InterpreterBuilder, "create_rsqrt", inverse_root),
             numpy.errstate(all="ignore"),
         ):
             yield
