@@ -64,7 +64,7 @@ def draw(ours: Sequence[Verdict], path: Path) -> None:
         for name, (mark, moved) in marks.items():
             time = moved / each.device.bandwidth * 1e3
             style = "solid" if mark == "|" else "dotted"
-            axes.vlines(time, place - 0.4, place + 0.4, color=INK, linestyle=style, label=name if not place else None)
+            axes.vlines(time, place - 0.4, place + 0.4, color=INK, linestyle=style, label="" if place else name)
         if other := published(each.device):
             label = "published kernel, the slowest of its three" if place == 0 else None
             axes.plot(other.ps_per_element, place, "D", color="#009E73", markersize=7, label=label, zorder=5)
