@@ -49,7 +49,17 @@ def draw(ours: Sequence[Verdict], path: Path) -> None:
             at = place + (number - 1) * (HEIGHT + 0.03)
             axes.barh(at, time, HEIGHT, color=COLOURS[name], label=name if place == 0 else None, zorder=2)
             weight = "bold" if name == each.bound_by else "normal"
-            axes.text(time * 1.03, at, f"{time:.2f}", va="center", fontsize=9, weight=weight, color=INK, zorder=4)
+            axes.text(
+                time * 0.97,
+                at,
+                f"{time:.2f}",
+                ha="right",
+                va="center",
+                fontsize=9,
+                weight=weight,
+                color="white",
+                zorder=4,
+            )
         marks = {"fp32 fused AdamW, memory": ("|", FUSED_FP32), "bf16 AdamW, memory": (":", FUSED_BF16)}
         for name, (mark, moved) in marks.items():
             time = moved / each.device.bandwidth * 1e3
@@ -61,7 +71,7 @@ def draw(ours: Sequence[Verdict], path: Path) -> None:
     axes.set_yticks(range(len(ours)), [f"{each.device.name}\nbound by {each.bound_by}" for each in ours], fontsize=11)
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(ours) - 0.4, -0.6)
-    axes.set_xlim(left=0.5)
+    axes.set_xlim(left=0.3)
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_locator(NullLocator())

@@ -45,14 +45,16 @@ def test_stray_arithmetic_moves_weights_and_states_by_a_code_at_most(name: str):
     (head, _, tail, *states), (stray_head, _, stray_tail, *stray_states) = ours, theirs
     weight = exact_weight(head, tail)
     # The largest, as a decoded momentum's error is no smaller where the gradient cancels most of it.
-    update = (weight - exact_weight(before[0], before[2])).abs().max()
+    update = (weight - exact_weight(before[0], before[2])).abs()
     code = Split().resolution(head, tail).double()
     # Allow a code and some ulps of the update. The ulps exceed a code if the update takes the weight through zero. The
     # update has five inverse roots of 2^-22, three for the root of v and two for the quotient, and a dozen roundings of
     # 2^-24.
     apart = (exact_weight(stray_head, stray_tail) - weight).abs()
-    assert (apart <= code + (5 * 4 + 12) * 2.0**-24 * update).all()
-    assert (apart > 0).double().mean() < 0.005
+    error = (5 * 4 + 12) * 2.0**-24 * update
+    assert (apart <= code + error.max()).all()
+    # Dither picks another code where it falls between the two: as often as they are apart, in codes.
+    assert (apart > 0).double().mean() <= (error / code).clamp(max=1).mean()
     # A different head is correct too, if the weight lies midway between both, within the same error.
     other = head != stray_head
     assert (127 - tail[other].abs() <= 1 + (apart / code)[other]).all()

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 from flashopt_compile.kernels.emit import Emitted
 
+_INVERSE_ROOTS = ("libdevice.rsqrt", "tl.rsqrt")  # NVIDIA's and AMD's
+
 
 def contracted(emitted: Emitted) -> Emitted:
     """Fuse every product into the sum or difference that uses it, as one FMA. A GPU's compiler may do so."""
@@ -72,7 +74,7 @@ class _Roughen(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
-        return self._strayed(node) if ast.unparse(node.func).endswith(".rsqrt") else node
+        return self._strayed(node) if ast.unparse(node.func) in _INVERSE_ROOTS else node
 
     def _strayed(self, node: ast.expr) -> ast.expr:
         text = f"libdevice.stray({ast.unparse(node)}, {self._ulps})"
