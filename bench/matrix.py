@@ -25,7 +25,7 @@ RESULTS = ROOT / "bench" / "results"
 PAGE = ROOT / "docs" / "compatibility.md"
 BEGIN, END = "<!-- written by make matrix -->", "<!-- end -->"
 # Each torch, and the triton that belongs to it.
-TORCHES = {"2.11.0": "3.6.0", "2.12.1": "3.7.1", "2.13.0": "3.8.0", "2.14.1": "3.8.0", "2.15.0": "3.9.0"}
+TORCHES = {"2.13.0": "3.8.0", "2.14.1": "3.8.0", "2.15.0": "3.9.0"}
 QUESTIONS = ("machine", "kernels", "caller", "first step", "ratios")
 HEAD = (
     *("torch", "triton", "Python", "suite", "AdamW 16.7M", "300 small tensors"),

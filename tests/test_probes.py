@@ -237,10 +237,10 @@ def test_torch_wraps_steps_itself_if_there_are_no_hooks_to_look_at():
 
 
 def test_a_torch_that_is_too_old_is_refused_in_one_sentence():
-    for version in ("1.13.1", "2.9.1", "2.10.0+cu128"):
+    for version in ("1.13.1", "2.9.1", "2.12.1+cu130"):
         with pytest.raises(ImportError) as caught:
             versions.check(version)
-        assert str(caught.value) == f"flashopt-compile needs torch 2.11 to 2.15, but torch {version} is installed."
+        assert str(caught.value) == f"flashopt-compile needs torch 2.13 to 2.15, but torch {version} is installed."
 
 
 def test_a_newer_torch_is_warned_of_and_works():
@@ -251,7 +251,7 @@ def test_a_newer_torch_is_warned_of_and_works():
 
 
 def test_tested_versions_and_unreadable_ones_pass_in_silence():
-    for version in ("2.11.0", "2.13.0+cpu", "2.15.1", "git"):
+    for version in ("2.13.0+cpu", "2.14.1", "2.15.1", "git"):
         assert listen(lambda version=version: versions.check(version)) == (None, [])
 
 

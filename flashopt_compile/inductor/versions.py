@@ -8,7 +8,7 @@ import warnings
 
 import torch
 
-OLDEST, NEWEST = (2, 11), (2, 15)
+OLDEST, NEWEST = (2, 13), (2, 15)
 
 
 def check(version: str) -> None:

@@ -21,7 +21,7 @@ import torch
 from flashopt_compile.kernels.targets import Target
 
 # The triton that belongs to each torch.
-TRITONS = {"2.11": "3.6", "2.12": "3.7", "2.13": "3.8", "2.14": "3.8", "2.15": "3.9"}
+TRITONS = {"2.13": "3.8", "2.14": "3.8", "2.15": "3.9"}
 # Positions in c10::DeviceType.
 _DEVICE_TYPES = {"cuda": 1, "xpu": 12, "meta": 14}
 
