@@ -24,7 +24,8 @@ ORDER: dict[str, list[str]] = {
         *("storage", "step", "numbers", "layout", "kernel", "pack", "counts", "calls", "planner", "plan"),
     ],
     "flashopt_compile.inductor": [
-        *("versions", "probes", "tiles", "gcc", "bind", "example", "transpose", "compile", "operator"),
+        *("versions", "probes", "tiles", "gcc", "bind", "example", "transpose"),
+        *("notes", "launch", "whole", "compile", "operator"),
     ],
     "flashopt_compile.distributed": ["shards"],
     "flashopt_compile.checkpoint": [
