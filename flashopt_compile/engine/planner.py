@@ -188,7 +188,7 @@ class Planner:
     def _wait_in_parts(self, kernel: Kernel, item: Item, member: Member) -> None:
         """Pack a member, few enough rows at a time to keep packs small."""
         layout, span = member.layout, member.span
-        rows = max(1, PACK_ELEMENTS // (member.groups_per_row * layout.group_size))
+        rows = max(1, _pack_elements(kernel) // (member.groups_per_row * layout.group_size))
         for row in range(0, span.rows, rows):
             count = min(rows, span.rows - row)
             first, elements = row * layout.columns, count * layout.columns
@@ -204,7 +204,7 @@ class Planner:
         is_resident = member.shape is not None and member.layout.is_flat
         key = id(kernel), id(item.numbers), item.taken, item.grad.dtype, item.head.device, is_resident
         waiting = self._waiting.setdefault(key, _Waiting(kernel, item, is_resident))
-        is_full = waiting.elements + member.groups * member.layout.group_size > PACK_ELEMENTS
+        is_full = waiting.elements + member.groups * member.layout.group_size > _pack_elements(kernel)
         if waiting.members and is_full:
             self._pack(waiting)
         waiting.members.append(member)
@@ -222,6 +222,11 @@ class Planner:
         pack = Pack(kernel, members, item.t, item.numbers, dtypes, item.head.device, self._scratch, waiting.is_resident)
         self._phases_bytes += sum(member.groups for member in members) * 4
         self._call(pack, {member.index for member in members})
+
+
+def _pack_elements(kernel: Kernel) -> int:
+    """The most elements of a pack: on a CPU few enough for its cache; on a GPU as many as one launch may take."""
+    return PACK_ELEMENTS if kernel.whole is None else kernel.most_elements
 
 
 def cuts(layout: Layout, elements: int, width: int) -> Iterator[tuple[int, int]]:

@@ -19,6 +19,8 @@ from flashopt_compile.inductor.bind import Found, Unbound
 SMALL, LARGE = (6, 37), (64, 2053)
 # Of the rows by which kernels are compared: as many groups as pieces of any width may consist of, 37 times.
 ROWS, GROUPS = 3, 37 * 16
+# Elements before an example, at most.
+MOST_OFFSET = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -156,11 +158,25 @@ def like(tensor: Tensor, random: torch.Generator) -> Tensor:
 
 
 def copy_of(tensor: Tensor) -> Tensor:
-    """A copy with the same strides and alignment."""
+    """A copy with the same strides, which begins where the tensor does in its memory, or at a like place.
+
+    Compilers tell offsets of 0 and 1 apart from others, and write kernels for those that are multiples of 16 bytes.
+    """
     elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    offset = tensor.data_ptr() % 16 // tensor.itemsize
+    offset = tensor.storage_offset()
+    if offset > MOST_OFFSET:
+        offset = MOST_OFFSET + offset % 16
     memory = torch.empty(offset + elements, dtype=tensor.dtype, device=tensor.device)
     return memory.as_strided(tensor.shape, tensor.stride(), offset).copy_(tensor)
+
+
+def apart(numbers: Numbers) -> Numbers:
+    """The same numbers, one element behind the beginning of memory of their own."""
+
+    def moved(number: Any) -> Any:
+        return tuple(map(moved, number)) if isinstance(number, tuple) else number.repeat(2)[1]
+
+    return {name: moved(number) for name, number in numbers.items()}
 
 
 def mark_rows(tensor: Tensor) -> None:
