@@ -25,6 +25,7 @@ from bench.peers import ADAMW, resnet_shapes
 from bench.speed_rows import Goal, Row, table
 from flashopt_compile import FlashAdamW
 from flashopt_compile.inductor import launch
+from flashopt_compile.kernels import pretend
 
 LARGE = (288, 256)  # 73,728 elements
 FEW, MANY = 8, 40  # large parameters; the difference of two models leaves out what a step takes once
@@ -167,12 +168,19 @@ def measure(quick: bool = False) -> list[Row]:
         ]
         for how in ("fused", "foreach"):
             time_us = theirs_us(shapes, steps, how)
-            rows.append(Row(f"host time of a step, {name}, torch AdamW, {how}", figure=time_us, unit="µs", rounds=steps))
+            rows.append(
+                Row(f"host time of a step, {name}, torch AdamW, {how}", figure=time_us, unit="µs", rounds=steps)
+            )
     return rows
 
 
 def main(quick: bool = False, out: Path | None = None) -> None:
     """Measure and print; write host.json to `out`, by default to bench/results."""
+    try:
+        pretend.check_versions()
+    except pretend.UncheckedVersion as error:
+        print(f"bench host: skipped, as {error}")
+        return
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

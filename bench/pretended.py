@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._inductor.runtime import static_triton_launcher, triton_heuristics
+from torch._inductor.runtime import triton_heuristics
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_leaves, tree_map

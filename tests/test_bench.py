@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench import __main__ as command
-from bench import callers, formats, fresh, layouts, peers, speed
+from bench import callers, formats, fresh, gpu, host, layouts, peers, speed
 from bench.peers import Contender, Runner
 from bench.speed import QUICK, BaselineError, Comparison, Plan, blaming_baseline, race, rounds_of
 from bench.speed_picture import draw
@@ -212,10 +212,12 @@ def test_picture_draws_any_outcome(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], ["speed", "layouts", "callers", "formats"]),
+        ([], ["speed", "layouts", "callers", "host", "gpu", "formats"]),
         (["speed"], ["speed"]),
         (["callers"], ["callers"]),
         (["formats"], ["formats"]),
+        (["host"], ["host"]),
+        (["gpu", "--device", "cpu"], ["gpu"]),
     ],
 )
 def test_command_runs_what_it_is_asked_for(arguments: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch):
@@ -229,5 +231,7 @@ def test_command_runs_what_it_is_asked_for(arguments: list[str], expected: list[
     monkeypatch.setattr(layouts, "main", lambda quick: ran.append("layouts"))
     monkeypatch.setattr(callers, "main", lambda quick: ran.append("callers"))
     monkeypatch.setattr(formats, "main", missed_goal)
+    monkeypatch.setattr(host, "main", lambda quick, out: ran.append("host"))
+    monkeypatch.setattr(gpu, "main", lambda quick, out, device: ran.append("gpu"))
     command.main(arguments)
     assert ran == expected
