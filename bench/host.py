@@ -1,7 +1,7 @@
 """Host time of a GPU's step, without a GPU: `python -m bench host`.
 
-Steps run on CPU tensors as on a pretended GPU (`bench.pretended`), where launches and copies do nothing. What is left is
-what Python does in a step. For torch's AdamW on the same tensors, the functions that would launch its kernels do
+Steps run on CPU tensors as on a pretended GPU (`bench.pretended`), where launches and copies do nothing. What is left
+is what Python does in a step. For torch's AdamW on the same tensors, the functions that would launch its kernels do
 nothing either; all that its Python code does around them is left.
 """
 

@@ -1,22 +1,26 @@
 """Launches of GPU kernels that are bound once: those of the plain path, step by step. Nothing here needs a GPU."""
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
+from types import MethodType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
-from training import give_gradients, parameters, params_of
+from training import assert_identical, give_gradients, parameters, params_of, stored, train
 
 from flashopt_compile import FlashLion, FlashOptimizer
+from flashopt_compile.engine.kernel import run_at_once
 from flashopt_compile.inductor import launch, probes
 
 pytest.importorskip("triton", reason="pip install -e '.[kernels]'")
-from bench import pretended
+from bench import host, pretended
+from flashopt_compile.kernels.interpret import _interpreter, _launcher
 
 LARGE, LARGER, RAGGED, SMALL, BIAS = (288, 256), (600, 128), (300, 250), (64, 64), (7,)
 # 40 tensors: large ones, of which the last has rows that end in short groups, and two kinds of small ones.
@@ -129,3 +133,118 @@ def test_bound_launches_are_those_of_the_plain_path(is_capturable: bool):
         assert one == other, f"step {step}"
         assert one and all(arguments[4] == (7 if step < 6 else 11) for arguments in one)
     assert len({repr(each) for each in ours}) == (8 if not is_capturable else 4)
+
+
+def interpreted(name: str, text: str) -> Callable[..., Any]:
+    """What carries launches out in triton's interpreter."""
+
+    def run(grid_0: int, grid_1: int, grid_2: int, stream: int, *arguments: Any) -> None:
+        with _interpreter():
+            _launcher(name, text)(*(each.detach() if isinstance(each, Tensor) else each for each in arguments))
+
+    return lru_cache(maxsize=0)(run)
+
+
+def test_bound_launches_give_the_eager_bits():
+    """Each launch is carried out by triton's interpreter, those of the examples too."""
+
+    def run(eager: bool) -> list[Tensor]:
+        return stored(train(FlashLion(parameters(FEW), lr=1e-2, eager=eager), range(3)))
+
+    with pretended.device(pretended.Device(interpreted)):
+        ours = run(eager=False)
+    assert_identical(ours, run(eager=True))
+
+
+def test_a_step_is_one_stage_whose_operations_run_no_python():
+    with pretended.device(pretended.Device()):
+        optimizer = train(FlashLion(parameters(FEW)), range(1))
+        plan = optimizer.plan
+        assert plan is not None and len(plan._stages) == 1
+        ((stage, count),) = plan._stages
+        weights = params_of(optimizer)
+        grads = [weight.grad for weight in weights if weight.grad is not None]
+        operations = [operation for call in stage.calls for operation in call.operations(weights, grads)]
+        assert len(operations) == 3 + 3  # a launch each, and the copies of the pack
+        assert all(launch._runs_no_python(operation.func) for operation in (*operations, *count))
+        versions = [weight._version for weight in weights]
+        optimizer.step()
+        assert all(weight._version > version for weight, version in zip(weights, versions, strict=True))
+
+
+@pytest.mark.parametrize("how", ["python", "two launchers", "other launch", "no tap"])
+def test_what_is_unknown_about_a_launch_closes_the_path_with_one_warning(how: str, monkeypatch: pytest.MonkeyPatch):
+    """A launcher in Python is bound, and steps at once, each parameter counted by itself."""
+    log, real = Log(), pretended.tuner
+
+    def tuner(name: str, text: str, device: pretended.Device) -> Any:
+        found = real(name, text, device)
+        if how == "two launchers":
+            found.launchers *= 2
+            found.run = lambda *_, **__: None
+        return found
+
+    def runner(name: str, text: str) -> Callable[..., Any]:
+        return (lambda *arguments: log._note(name, *arguments)) if how == "python" else log.runner(name, text)
+
+    monkeypatch.setattr(pretended, "tuner", tuner)
+    if how == "other launch":
+        monkeypatch.setattr(launch, "_are_same", lambda one, other: False)
+    if how == "no tap":
+        monkeypatch.setattr(pretended, "entry", lambda module, device: lambda inputs: None)
+    with pretended.device(pretended.Device(runner)), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        optimizer = train(FlashLion(parameters([LARGE, LARGER])), range(2))
+        assert all(bound.is_at_once for bound in bound_of(optimizer))
+        assert optimizer.plan is not None and [len(stage.calls) for stage, _ in optimizer.plan._stages] == [1, 1]
+    sentences = [str(each.message) for each in told if "direct launches" in str(each.message)]
+    reasons = {
+        "two launchers": "2 launchers",
+        "other launch": "not that of the plain call",
+        "no tap": "no Triton kernel",
+    }
+    assert len(sentences) == (how != "python") and all(reasons[how] in each for each in sentences)
+    if how == "python":
+        assert len(log.take(optimizer)) >= 4
+
+
+def test_the_c_function_behind_a_method_is_called_directly():
+    """As that of torch's static launcher, which has the arguments of a kernel in a tuple."""
+    launched: list[tuple[Any, ...]] = []
+
+    class Owner:
+        function, num_warps = 99, 4
+        C_impl = SimpleNamespace(_launch_kernel=lru_cache(maxsize=0)(lambda *given: launched.append(given)))
+
+        def run(self, grid_0: int, grid_1: int, grid_2: int, stream: Any, *arguments: Any) -> None:
+            self.C_impl._launch_kernel(self.function, grid_0, self.num_warps, (*arguments, None), stream)
+
+    owner = Owner()
+    owner.__dict__.update(function=99, num_warps=4)
+    runner: dict[str, Any] = {"runner": MethodType(Owner.run, owner)}
+    exec("def launcher(a, b, c, d, xnumel, stream):\n    runner(xnumel // 2, 1, 1, stream, a, b, c, d)", runner)
+    kernel = SimpleNamespace(launchers=[runner["launcher"]])
+    head, grad, number, stream = launch.Slot(), launch.Slot(), launch.Slot(), launch.Slot()
+    function, given = launch._innermost(kernel, [head, grad, number, 5, 64], stream)
+    assert given == (99, 32, 4, (head, grad, number, 5, None), stream) and not launched
+    common: Any = SimpleNamespace(numbers=[0.25], stream=3, around=None)
+    fill = launch._Fill(function, given, common, head, grad, [number], stream)
+    tensors = torch.zeros(8), torch.ones(8)
+    run_at_once(fill.operations(*tensors))
+    assert launched == [(99, 32, 4, (*tensors, 0.25, 5, None), 3)]
+    common.around = [partial(launched.append, "there")], [partial(launched.append, "back")]
+    launched.clear()
+    run_at_once(fill.operations(*tensors))  # on a device that is not the current one
+    assert [launched[0], launched[2], len(launched)] == ["there", "back", 3]
+
+
+def test_copies_of_small_tensors_count_as_the_launches_that_torch_makes():
+    """Of 300 dense pairs, 448 fit into a launch where torch was built for CUDA 13, and 64 elsewhere."""
+    dense, strided = [torch.zeros(64, 64)] * 300, [torch.zeros(16, 40)[:, :30]] * 3
+    counts = [host.launches_of_copies(dense, dense, build) for build in ("CUDA 13", "CUDA 12, ROCm")]
+    assert counts == [1, 5]
+    assert host.launches_of_copies([*dense, *strided], [*dense, *strided], "CUDA 13") == 303
+    large = [torch.zeros(65536 * 200)] * 2
+    assert host.launches_of_copies(large, large, "CUDA 12, ROCm") == 2
+    with pretended.device(pretended.Device()):
+        assert host.launches([(64, 64)] * 300) == {"CUDA 13": 4, "CUDA 12, ROCm": 16}

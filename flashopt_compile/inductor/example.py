@@ -162,12 +162,24 @@ def copy_of(tensor: Tensor) -> Tensor:
 
     Compilers tell offsets of 0 and 1 apart from others, and write kernels for those that are multiples of 16 bytes.
     """
-    elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     offset = tensor.storage_offset()
     if offset > MOST_OFFSET:
         offset = MOST_OFFSET + offset % 16
-    memory = torch.empty(offset + elements, dtype=tensor.dtype, device=tensor.device)
+    memory = torch.empty(offset + _extent(tensor), dtype=tensor.dtype, device=tensor.device)
     return memory.as_strided(tensor.shape, tensor.stride(), offset).copy_(tensor)
+
+
+def aligned(tensor: Tensor, offset: int) -> Tensor:
+    """Memory of the same form that begins at a multiple of 16 bytes, behind others if `offset` says so."""
+    first = 16 if offset else 0
+    return torch.empty(first + _extent(tensor), dtype=tensor.dtype, device=tensor.device).as_strided(
+        tensor.shape, tensor.stride(), first
+    )
+
+
+def _extent(tensor: Tensor) -> int:
+    """The elements from the first to the last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def apart(numbers: Numbers) -> Numbers:

@@ -38,7 +38,7 @@ class Common:
     inputs: list[Any]
     places: list[int]  # of the numbers among the arguments
     device: torch.device
-    owner: Any  # the hyper-parameters, kept as their identity is a key
+    owner: Any  # kernel and hyper-parameters: their identities are the key, and an unused kernel would be unloaded
     numbers: list[Any] = field(default_factory=list)
     stream: Any = None
     around: tuple[list[Operation], list[Operation]] | None = None  # before and after each launch
@@ -81,6 +81,8 @@ def try_to_bind(
     common: dict[Any, Common],
 ) -> Bound | None:
     """`bind`, learning first what has to be compiled; None, with a warning, if the launch cannot be bound."""
+    if tensors[1].data_ptr() % ALIGNMENT:  # which is copied in each step
+        tensors = [tensors[0], example.aligned(tensors[1], tensors[0].storage_offset()), *tensors[2:]]
     given = compiled, tensors, t, place, numbers
     with suppress(Exception):  # as that a block of this size is to be compiled for
         if compiled.is_learned:
@@ -130,8 +132,6 @@ def _fill(
     common: dict[Any, Common],
 ) -> "_Fill":
     head, grad, *rest = tensors
-    if grad.data_ptr() % ALIGNMENT:
-        grad = grad.clone()
     (kernel, arguments, _), call, inputs = noted_call(compiled, [head, grad, *rest], t, place, numbers)
     known = set(map(id, leaves_of([head, grad, *rest], t, place, numbers)))
     if any(isinstance(each, Tensor) and id(each) not in known for each in (*inputs, *arguments)):
@@ -143,7 +143,7 @@ def _fill(
     if key not in common:
         anew = {id(each): torch.empty(0, dtype=each.dtype, device=each.device) for each in (head, grad)}
         own = [anew.get(id(each), each) for each in inputs]
-        found = Common(call, own, places, head.device, numbers)
+        found = Common(call, own, places, head.device, (kernel, numbers))
         found.look_up()
         common[key] = found
     if common[key].numbers != [arguments[place] for place in places]:
