@@ -114,7 +114,8 @@ def launches(shapes: Shapes) -> dict[str, int]:
 
 def theirs_us(shapes: Shapes, steps: int, how: str) -> float:
     """torch's AdamW, whose launches do nothing."""
-    optimizer = torch.optim.AdamW(parameters(shapes), **ADAMW, **{how: True})
+    options: dict[str, Any] = {**ADAMW, how: True}
+    optimizer = torch.optim.AdamW(parameters(shapes), **options)
     optimizer.step()
     with contextlib.ExitStack() as stack:
         names = [name for name in dir(torch) if name.startswith(("_foreach_", "_fused_adam"))]
@@ -146,7 +147,7 @@ def measure(quick: bool = False) -> list[Row]:
     per_parameter("plain calls, without Dynamo and AOTAutograd", lambda shapes: ours_us(shapes, steps, False))
     for how in ("fused", "foreach"):
         per_parameter(f"torch AdamW, {how}", lambda shapes, how=how: theirs_us(shapes, steps, how))
-    networks = {f"{small} tensors of 64×64": [(64, 64)] * small}
+    networks: dict[str, Shapes] = {f"{small} tensors of 64×64": [(64, 64)] * small}
     if not quick:
         networks["300 tensors of a ResNet"] = resnet_shapes(33)
     for name, shapes in networks.items():

@@ -9,7 +9,6 @@ import ast
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from types import MethodType, SimpleNamespace
 from typing import Any, cast
 from unittest import mock
@@ -161,7 +160,7 @@ class _Torch:
 
 def tuner(name: str, text: str, device: Device) -> Any:
     """Inductor's own object for a kernel, tuned, whose launcher ends at the device's runner."""
-    found = getattr(_loaded(name, text), name)
+    found = getattr(source.load_kernel(name, text), name)
     config = found.configs[0]
     kernel = Kernel(found, device.runner(name, text))
     result = triton_heuristics.StaticTritonCompileResult(
@@ -169,11 +168,6 @@ def tuner(name: str, text: str, device: Device) -> Any:
     )
     found.launchers = [result.make_launcher()]
     return found
-
-
-@cache
-def _loaded(name: str, text: str) -> Any:
-    return source.load_kernel(name, text)
 
 
 class Kernel:

@@ -82,7 +82,7 @@ def try_to_bind(
 ) -> Bound | None:
     """`bind`, learning first what has to be compiled; None, with a warning, if the launch cannot be bound."""
     if tensors[1].data_ptr() % ALIGNMENT:  # which is copied in each step
-        tensors = [tensors[0], example.aligned(tensors[1], tensors[0].storage_offset()), *tensors[2:]]
+        tensors = [tensors[0], example.aligned(tensors[1], int(tensors[0].storage_offset())), *tensors[2:]]
     given = compiled, tensors, t, place, numbers
     with suppress(Exception):  # as that a block of this size is to be compiled for
         if compiled.is_learned:
