@@ -24,7 +24,6 @@ from bench.machine import describe_machine
 from bench.peers import ADAMW, resnet_shapes
 from bench.speed_rows import Goal, Row, table
 from flashopt_compile import FlashAdamW
-from flashopt_compile.inductor import launch
 from flashopt_compile.kernels import pretend
 
 LARGE = (288, 256)  # 73,728 elements
@@ -80,15 +79,13 @@ def step_us(step: Callable[[], Any], steps: int) -> float:
     return median(times)
 
 
-def ours_us(shapes: Shapes, steps: int, is_bound: bool = True, **options: Any) -> float:
-    """Our step, by bound launches or by calls of the compiled step."""
+def ours_us(shapes: Shapes, steps: int) -> float:
+    """Our step, whose launches and copies do nothing."""
     with pretended.device(pretended.Device()):
-        patch = contextlib.nullcontext() if is_bound else mock.patch.object(launch, "is_launched", lambda _: False)
-        with patch:
-            optimizer = FlashAdamW(parameters(shapes), **ADAMW, **options)
-            optimizer.step()
-            with no_copies():
-                return step_us(optimizer.step, steps)
+        optimizer = FlashAdamW(parameters(shapes), **ADAMW)
+        optimizer.step()
+        with no_copies():
+            return step_us(optimizer.step, steps)
 
 
 def launches(shapes: Shapes) -> dict[str, int]:
@@ -144,7 +141,6 @@ def measure(quick: bool = False) -> list[Row]:
         )
 
     per_parameter("bound launches", lambda shapes: ours_us(shapes, steps), Goal("≤", 4.0))
-    per_parameter("plain calls, without Dynamo and AOTAutograd", lambda shapes: ours_us(shapes, steps, False))
     for how in ("fused", "foreach"):
         per_parameter(f"torch AdamW, {how}", lambda shapes, how=how: theirs_us(shapes, steps, how))
     networks: dict[str, Shapes] = {f"{small} tensors of 64×64": [(64, 64)] * small}
