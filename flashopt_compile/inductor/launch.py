@@ -249,7 +249,8 @@ def _runs_no_python(function: Any) -> bool:
     """Whether it is written in C."""
     if isinstance(function, BuiltinFunctionType):
         return True
-    return not isinstance(function, partial) and isinstance(type(function).__call__, WrapperDescriptorType)
+    written_in_python = isinstance(function, (FunctionType, MethodType, partial))
+    return not written_in_python and isinstance(type(function).__call__, WrapperDescriptorType)
 
 
 def learn(compiled: Compiled, tensors: Sequence[Tensor], t: Tensor, place: Place, numbers: Numbers) -> None:
@@ -279,7 +280,7 @@ def learn(compiled: Compiled, tensors: Sequence[Tensor], t: Tensor, place: Place
     for each in common.values():
         each.look_up()
     (operation,) = [each for each in fill.operations(*ours[:2]) if each.func is fill.function]
-    (kernel, arguments, stream), _, _ = noted_call(compiled, ours, t_now, place, values)
+    (kernel, arguments, stream), _, _ = noted_call(compiled, ours, t_then, place, then)
     function, given = _innermost(kernel, arguments, stream)
     if function is not operation.func or not _are_same(operation.args, given):
         raise Unbound("its launch, made directly, is not that of the plain call")
