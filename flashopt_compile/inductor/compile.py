@@ -28,7 +28,7 @@ from flashopt_compile.engine.layout import Block, Layout, Part
 from flashopt_compile.engine.numbers import flat
 from flashopt_compile.engine.planner import Item, Planner
 from flashopt_compile.engine.step import Numbers, Place, Step, Table
-from flashopt_compile.inductor import bind, example, gcc, notes, probes, transpose
+from flashopt_compile.inductor import bind, example, gcc, launch, notes, probes, transpose
 from flashopt_compile.inductor.example import mark_rows
 from flashopt_compile.inductor.whole import CALL_ELEMENTS, WholeKernel
 
@@ -53,7 +53,7 @@ def kernel(step: Step, grad_dtype: torch.dtype, device: torch.device, numbers: N
     `numbers` are like those that it will be given.
     """
     if not works_in_blocks(device):
-        return WholeKernel(step, _compiled_form)
+        return WholeKernel(step, _compiled_form, launch.is_open(device))
     threads = torch.get_num_threads()  # Inductor writes code for so many
     key = step, grad_dtype, device, threads, *probes.permission()
     return _remembered(key, lambda: _block_kernel(step, grad_dtype, device, numbers))

@@ -69,7 +69,7 @@ def is_open(device: torch.device) -> bool:
 
 def is_launched(device: torch.device) -> bool:
     """Whether Inductor writes Triton kernels for a device."""
-    return device.type != "cpu"
+    return device.type in ("cuda", "xpu")
 
 
 def try_to_bind(

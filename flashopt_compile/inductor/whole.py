@@ -25,6 +25,7 @@ class WholeKernel:
     step: Step
     # Given a step, the first block of a form, its place, and the form.
     compiled: Callable[[Step, Sequence[Tensor], Place, tuple[Any, ...]], notes.Compiled]
+    is_launched: bool = False  # by launches that are bound
     most_elements: int = CALL_ELEMENTS
     common: dict[Any, launch.Common] = field(default_factory=dict, compare=False)  # by what launches share
 
@@ -84,7 +85,7 @@ class WholeKernel:
 
     def _launch(self, tensors: Sequence[Tensor], t: Tensor, place: Place, numbers: Numbers) -> Bound | None:
         """The launch of a block; None if it cannot be bound."""
-        if not launch.is_open(tensors[0].device):
+        if not self.is_launched:
             return None
         return launch.try_to_bind(self._compiled(tensors, t, place), tensors, t, place, numbers, self.common)
 
