@@ -5,13 +5,14 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
-from types import MethodType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.runtime.static_triton_launcher import StaticallyLaunchedTritonKernel
 from training import assert_identical, give_gradients, parameters, params_of, stored, train
 
 from flashopt_compile import FlashLion, FlashOptimizer
@@ -66,12 +67,13 @@ class Log:
         return [tuple(map(named, each)) for each in found]
 
 
+def way(is_plain: bool) -> AbstractContextManager[Any]:
+    """Within, plans are made of bound launches, or of calls of the compiled step."""
+    return mock.patch.object(launch, "is_launched", lambda device: False) if is_plain else nullcontext()
+
+
 def drive(shapes: list[tuple[int, ...]], is_plain: bool, is_capturable: bool) -> list[Launches]:
     """The launches of eight steps that all differ."""
-
-    def way() -> AbstractContextManager[Any]:
-        return mock.patch.object(launch, "is_launched", lambda device: False) if is_plain else nullcontext()
-
     log, found = Log(), []
     device = pretended.Device(log.runner, is_capturable=is_capturable)
     with pretended.device(device):
@@ -80,7 +82,7 @@ def drive(shapes: list[tuple[int, ...]], is_plain: bool, is_capturable: bool) ->
 
         def step() -> None:
             log.launches.clear()
-            with way():
+            with way(is_plain):
                 optimizer.step()
             assert all(bound.is_deferred != is_plain for bound in bound_of(optimizer))
             stepped = [tuple(weight.shape) for weight in weights if weight.grad is not None]
@@ -148,15 +150,18 @@ def interpreted(name: str, text: str) -> Callable[..., Any]:
     return lru_cache(maxsize=0)(run)
 
 
-def test_bound_launches_give_the_eager_bits():
+def test_bound_launches_give_the_bits_of_the_plain_path():
     """Each launch is carried out by triton's interpreter, those of the examples too."""
 
-    def run(eager: bool) -> list[Tensor]:
-        return stored(train(FlashLion(parameters(FEW), lr=1e-2, eager=eager), range(3)))
+    def run(is_plain: bool) -> list[Tensor]:
+        with pretended.device(pretended.Device(interpreted)), way(is_plain):
+            optimizer = train(FlashLion(parameters(FEW), lr=1e-2), range(3))
+            assert all(bound.is_deferred != is_plain for bound in bound_of(optimizer))
+            return stored(optimizer)
 
-    with pretended.device(pretended.Device(interpreted)):
-        ours = run(eager=False)
-    assert_identical(ours, run(eager=True))
+    ours = run(is_plain=False)
+    assert_identical(ours, run(is_plain=True))
+    assert not torch.equal(ours[0], parameters(FEW)[0])
 
 
 def test_a_step_is_one_stage_whose_operations_run_no_python():
@@ -212,29 +217,26 @@ def test_what_is_unknown_about_a_launch_closes_the_path_with_one_warning(how: st
 
 
 def test_the_c_function_behind_a_method_is_called_directly():
-    """As that of torch's static launcher, which has the arguments of a kernel in a tuple."""
+    """That of torch's static launcher, whose method here is torch's, has the arguments of a kernel in a tuple."""
     launched: list[Any] = []
 
     class Owner:
-        function, num_warps = 99, 4
+        run = StaticallyLaunchedTritonKernel.run
+        function, num_warps, shared, arg_tys = 99, 4, 0, "OOfi"
+        has_global_scratch = has_profile_scratch = False
         C_impl = SimpleNamespace(_launch_kernel=lru_cache(maxsize=0)(lambda *given: launched.append(given)))
 
-        def run(self, grid_0: int, grid_1: int, grid_2: int, stream: Any, *arguments: Any) -> None:
-            self.C_impl._launch_kernel(self.function, grid_0, self.num_warps, (*arguments, None), stream)
-
-    owner = Owner()
-    owner.__dict__.update(function=99, num_warps=4)
-    runner: dict[str, Any] = {"runner": MethodType(Owner.run, owner)}
+    runner: dict[str, Any] = {"runner": Owner().run}
     exec("def launcher(a, b, c, d, xnumel, stream):\n    runner(xnumel // 2, 1, 1, stream, a, b, c, d)", runner)
     kernel = SimpleNamespace(launchers=[runner["launcher"]])
     head, grad, number, stream = launch.Slot(), launch.Slot(), launch.Slot(), launch.Slot()
     function, given = launch._innermost(kernel, [head, grad, number, 5, 64], stream)
-    assert given == (99, 32, 4, (head, grad, number, 5, None), stream) and not launched
+    assert given == (99, 32, 1, 1, 4, 0, "OOfi", (head, grad, number, 5), stream) and not launched
     common: Any = SimpleNamespace(numbers=[0.25], stream=3, around=None)
     fill = launch._Fill(function, given, common, head, grad, [number], stream)
     tensors = torch.zeros(8), torch.ones(8)
     run_at_once(fill.operations(*tensors))
-    assert launched == [(99, 32, 4, (*tensors, 0.25, 5, None), 3)]
+    assert launched == [(99, 32, 1, 1, 4, 0, "OOfi", (*tensors, 0.25, 5), 3)]
     common.around = [partial(launched.append, "there")], [partial(launched.append, "back")]
     launched.clear()
     run_at_once(fill.operations(*tensors))  # on a device that is not the current one

@@ -216,6 +216,16 @@ class _Fill:
         return [*before, operation, *after]
 
 
+class _StandIn:
+    """A kernel of torch's static launcher, with another launcher."""
+
+    def __init__(self, owner: Any, launcher: Any) -> None:
+        self._owner, self.C_impl = owner, launcher
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._owner, name)
+
+
 def _innermost(kernel: Any, arguments: Sequence[Any], stream: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """What a launch comes to, and with which arguments.
 
@@ -238,8 +248,7 @@ def _innermost(kernel: Any, arguments: Sequence[Any], stream: Any) -> tuple[Call
     if isinstance(runner, MethodType) and hasattr(runner.__self__, "C_impl"):
         owner: Any = runner.__self__
         given = calls.pop()
-        stand_in = SimpleNamespace(**{**vars(owner), "C_impl": SimpleNamespace(_launch_kernel=note)})
-        runner.__func__(stand_in, *given)
+        runner.__func__(_StandIn(owner, SimpleNamespace(_launch_kernel=note)), *given)
         runner = owner.C_impl._launch_kernel
     (given,) = calls
     return runner, given
