@@ -153,6 +153,8 @@ def main(quick: bool = False, out: Path | None = None, device: str | None = None
         rows += [found] if isinstance(found, Row) else found
     report = {**speed.report(rows, sizes.plan, chosen), "quick": quick, "device": name_of(chosen)}
     print(f"{report['machine']}; {report['device']}\n\n{table(rows)}\n")
+    if out is None and (quick or chosen.type == "cpu"):
+        out = ROOT / ".cache" / "bench"  # a trial's figures never replace the published ones
     results, picture = (out, out) if out else (ROOT / "bench" / "results", ROOT / "docs" / "img")
     for folder in (results, picture):
         folder.mkdir(parents=True, exist_ok=True)
