@@ -1,23 +1,24 @@
-"""python -m bench [speed|layouts|callers|release|formats] [--quick] [--out DIR]: all by default, as in `make bench`."""
+"""python -m bench [speed|layouts|callers|release|host|gpu|formats] [--quick] [--out DIR]: all of them by default."""
 
 import argparse
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import callers, formats, layouts, release, speed
+from bench import callers, formats, gpu, host, layouts, release, speed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
         nargs="?",
-        choices=("speed", "layouts", "callers", "release", "formats", "all"),
+        choices=("speed", "layouts", "callers", "release", "host", "gpu", "formats", "all"),
         default="all",
         help="(%(default)s)",
     )
     parser.add_argument("--quick", action="store_true", help="speed on small sizes in two rounds, as a smoke test")
-    parser.add_argument("--out", type=Path, help="the folder for speed's figures and picture")
+    parser.add_argument("--out", type=Path, help="the folder for figures and pictures of speed, host and gpu")
+    parser.add_argument("--device", help="gpu's device, such as cuda or, to try it out, cpu")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -29,6 +30,10 @@ def run(options: argparse.Namespace) -> None:
         callers.main(options.quick)
     if options.what in ("release", "all"):
         release.main(options.quick)
+    if options.what in ("host", "all"):
+        host.main(options.quick, options.out)
+    if options.what in ("gpu", "all"):
+        gpu.main(options.quick, options.out, options.device)
     if options.what in ("formats", "all"):
         # Only `python -m bench.formats` exits with 1 on a missed goal.
         with contextlib.suppress(SystemExit):

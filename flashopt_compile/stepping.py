@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import chain
 from operator import itemgetter
 from types import NoneType
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -209,7 +210,7 @@ def _given(optimizer: Stepped) -> Given:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     grads: list[Any] = [parameter.grad for parameter in parameters]
     kinds = list(map(type, grads))
-    heads, stored = parameters, [tensor for state in optimizer.state.values() for tensor in state.values()]
+    heads, stored = parameters, list(chain.from_iterable(map(dict.values, optimizer.state.values())))
     idle: list[Any] = []
     if NoneType in kinds:
         idle = [head for head, grad in zip(parameters, grads, strict=True) if grad is None]

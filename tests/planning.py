@@ -69,13 +69,13 @@ class _WatchedKernel:
     def __init__(self, kernel: Kernel, seen: Watched) -> None:
         self._kernel, self._seen = kernel, seen
         self.width, self.most_elements = kernel.width, kernel.most_elements
-        self.is_deferred, self.whole = kernel.is_deferred, kernel.whole
+        self.whole, self.look_up = kernel.whole, kernel.look_up
 
-    def bind(self, block: Block, t: Tensor, numbers: Numbers) -> Bound:
+    def bind(self, block: Block, t: Tensor, numbers: Numbers, like: tuple[Tensor, Tensor]) -> Bound:
         self._seen.blocks.append(block)
         self._seen.numbers.append(numbers)
         self._seen.counts.append(t.item())
-        return self._kernel.bind(block, t, numbers)
+        return self._kernel.bind(block, t, numbers, like)
 
     def copying(self, target: Tensor, source: Tensor) -> Copying:
         return self._kernel.copying(target, source)

@@ -25,8 +25,8 @@ ORDER: dict[str, list[str]] = {
         *("storage", "step", "numbers", "layout", "kernel", "pack", "counts", "calls", "planner", "plan"),
     ],
     "flashopt_compile.inductor": [
-        *("versions", "probes", "tiles", "gcc", "bind", "example", "copies", "transpose"),
-        *("interleave", "compile", "operator", "backward"),
+        *("versions", "probes", "tiles", "gcc", "bind", "example", "copies", "transpose", "interleave"),
+        *("notes", "launch", "whole", "compile", "operator", "backward"),
     ],
     "flashopt_compile.distributed": ["shards"],
     "flashopt_compile.checkpoint": [

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench import __main__ as command
-from bench import callers, formats, fresh, layouts, peers, release, speed
+from bench import callers, formats, fresh, gpu, host, layouts, peers, release, speed
 from bench.peers import Contender, Runner
 from bench.speed import QUICK, BaselineError, Comparison, Plan, blaming_baseline, race, rounds_of
 from bench.speed_picture import draw
@@ -242,11 +242,13 @@ def test_picture_draws_any_outcome(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], ["speed", "layouts", "callers", "release", "formats"]),
+        ([], ["speed", "layouts", "callers", "release", "host", "gpu", "formats"]),
         (["speed"], ["speed"]),
         (["callers"], ["callers"]),
         (["release"], ["release"]),
         (["formats"], ["formats"]),
+        (["host"], ["host"]),
+        (["gpu", "--device", "cpu"], ["gpu"]),
     ],
 )
 def test_command_runs_what_it_is_asked_for(arguments: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch):
@@ -261,5 +263,68 @@ def test_command_runs_what_it_is_asked_for(arguments: list[str], expected: list[
     monkeypatch.setattr(callers, "main", lambda quick: ran.append("callers"))
     monkeypatch.setattr(release, "main", lambda quick: ran.append("release"))
     monkeypatch.setattr(formats, "main", missed_goal)
+    monkeypatch.setattr(host, "main", lambda quick, out: ran.append("host"))
+    monkeypatch.setattr(gpu, "main", lambda quick, out, device: ran.append("gpu"))
     command.main(arguments)
     assert ran == expected
+
+
+@pytest.mark.usefixtures("nothing_compiles", "unchanged_threads")
+def test_a_gpus_first_run_can_be_tried_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(Contender, "is_installed", property(lambda contender: not contender.package))
+    monkeypatch.setattr(gpu, "RULES", {name: partial(make, eager=True) for name, make in gpu.RULES.items()})
+    command.main(["gpu", "--device", "cpu", "--quick", "--out", str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("skipped: f")] == [skipped("flashoptim")] * 2
+    assert skipped("torchao") in lines and skipped("bitsandbytes") in lines
+    assert (tmp_path / "gpu.png").stat().st_size > 10_000
+    found = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
+    assert found["device"] == "CPU" and found["quick"]
+    equal = [row for row in found["rows"] if "differ from the CPU's" in row["work"]]
+    assert len(equal) == 6 and all(row["value"] == 0.0 and row["passed"] for row in equal)
+    raced = [row["baseline"] for row in found["rows"] if row["baseline"] != "–" and row["value"]]
+    assert raced[:3] == ["torch AdamW, fused, all fp32", "torch AdamW, fused, all bf16", "torch AdamW, foreach, mixed"]
+
+
+def test_a_gpu_that_steps_otherwise_is_found_out():
+    one, other = (gpu.stepped(partial(gpu.FlashLion, eager=True), [(64, 64), (7,)], CPU) for _ in range(2))
+    assert set(gpu.differences(one, other).values()) == {0.0}
+    weight, bias = one.param_groups[0]["params"]
+    with torch.no_grad():
+        bits = bias.view(torch.int16)
+        bits[2] += 3
+        one.state[weight]["m.codes"][0, 0] += 2
+    found = gpu.differences(one, other)
+    assert (found["head by"], found["code by"]) == (3.0, 2.0)
+    assert found["head"] == 1 / (64 * 64 + 7) and 1 / 5000 < found["code"] < 1 / 4000
+
+
+def test_without_a_gpu_its_bench_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(gpu, "chosen_device", lambda: CPU)
+    command.main(["gpu"])
+    assert "there is no GPU here" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("unchanged_threads")
+def test_host_time_per_parameter_is_the_slope_between_two_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(host, "ours_us", lambda shapes, steps: 20.0 + 3.0 * len(shapes))
+    monkeypatch.setattr(host, "theirs_us", lambda shapes, steps, how: 10.0 + 5.0 * len(shapes))
+    monkeypatch.setattr(host, "launches", lambda shapes: {"CUDA 13": 4, "CUDA 12, ROCm": 16})
+    command.main(["host", "--quick", "--out", str(tmp_path)])
+    rows = {row["work"]: row for row in json.loads((tmp_path / "host.json").read_text(encoding="utf-8"))["rows"]}
+    large = rows["host time per large parameter, bound launches"]
+    assert large["value"] == 3.0 and large["passed"] and "20 µs of it once" in large["note"]
+    assert rows["host time per large parameter, torch AdamW, fused"]["value"] == 5.0
+    assert rows["launches of a step, 4 tensors of 64×64, torch for CUDA 12, ROCm"]["passed"] is False
+    assert "4 launches (torch for CUDA 13)" in capsys.readouterr().out
+
+
+def test_the_host_time_of_torchs_adamw_is_measured_without_its_kernels():
+    before = torch.get_num_threads()
+    for how in ("fused", "foreach"):
+        assert 0 < host.theirs_us([(8, 8)] * 3, 3, how) < 1e5
+    assert torch.get_num_threads() == before

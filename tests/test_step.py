@@ -20,6 +20,7 @@ from flashopt_compile.engine.layout import Layout
 from flashopt_compile.engine.step import Place, Step
 from flashopt_compile.engine.storage import storage_of
 from flashopt_compile.inductor import compile as inductor
+from flashopt_compile.inductor.notes import Compiled
 from flashopt_compile.rules.adamw import adamw
 from quant import Grouped
 
@@ -98,7 +99,7 @@ KERNELS: dict[str, Kernels] = {
     "eager": eager_of_width(),
     "eager, two groups": eager_of_width(2),
     "compiled": lambda *kind: inductor.kernel(*kind),
-    "whole": lambda step, *_: UncompiledWhole(step),
+    "whole": lambda step, *_: UncompiledWhole(step, lambda *_: Compiled()),
 }
 
 

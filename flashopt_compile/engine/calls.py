@@ -1,6 +1,6 @@
-"""The calls of a step: blocks in place, non-contiguous parameters in copies, whole parameters on a GPU."""
+"""The calls of a step: blocks in place, and non-contiguous parameters in copies."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -11,6 +11,11 @@ from flashopt_compile.engine.kernel import Bound, Copying, Kernel, Operation, ru
 class Call(Protocol):
     """A part of a step."""
 
+    @property
+    def bound(self) -> Sequence[Bound]:
+        """What it is carried out by."""
+        ...
+
     def operations(self, heads: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Operation]:
         """The operations of the call, given all heads and gradients of the step."""
         ...
@@ -20,7 +25,8 @@ class InPlace:
     """Steps a block where it lies in its parameter, from the element `offset` on."""
 
     def __init__(self, run: Bound, index: int, offset: int) -> None:
-        self._run, self._index, self._offset = run, index, offset
+        self.bound = (run,)
+        self._run, self._index, self._offset = run.run, index, offset
 
     def operations(self, heads: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Operation]:
         head, grad = heads[self._index], grads[self._index]
@@ -43,6 +49,9 @@ class Staged:
         self._calls, self._index, self._slices = calls, index, slices
         self._head, self._grad = copied  # in the shape of the slices; None of what is contiguous
         self._kernel = kernel
+        self.bound = [bound for call in calls for bound in call.bound]
+        self._is_deferred = all(bound.is_deferred for bound in self.bound)
+        self._is_at_once = any(bound.is_at_once for bound in self.bound)
         self._strides: Any = None  # of head and gradient, which these copy
         self._copyings: Sequence[Copying] = ()
 
@@ -55,11 +64,19 @@ class Staged:
             after += copy_back(head, self._head)
         if self._grad is not None:
             before += copy_grad(self._grad, grad)
-        if not self._kernel.is_deferred:
+        if not self._is_deferred:
             run_at_once(before)
             before = []
         given = [head if self._head is None else self._head], [grad if self._grad is None else self._grad]
-        inner = [operation for call in self._calls for operation in call.operations(*given)]
+        inner: list[Operation] = []
+        for call in self._calls:
+            inner += call.operations(*given)
+            if self._is_at_once:  # the copies are overwritten by those of the next slices
+                run_at_once(inner)
+                inner = []
+        if self._is_at_once:
+            run_at_once(after)
+            return []
         return [*before, *inner, *after]
 
     def _copyings_of(self, head: Tensor, grad: Tensor) -> Sequence[Copying]:
@@ -71,14 +88,3 @@ class Staged:
             self._copyings = [self._kernel.copying(target, source) for target, source in pairs]
             self._strides = strides
         return self._copyings
-
-
-class Whole:
-    """Steps a whole parameter as soon as its operations are asked for: GPU kernels take all of it."""
-
-    def __init__(self, step: Callable[[Tensor, Tensor], None], index: int) -> None:
-        self._step, self._index = step, index
-
-    def operations(self, heads: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Operation]:
-        self._step(heads[self._index], grads[self._index])
-        return []

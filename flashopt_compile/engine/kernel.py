@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,20 +14,29 @@ from flashopt_compile.engine.step import Numbers, Step
 
 # A call with all its arguments, to be made when the step is carried out.
 Operation = partial[Any]
-# Head and gradient, beginning where the block does → what steps the block.
-Bound = Callable[[Tensor, Tensor], list[Operation]]
 # Target and source → what copies the source to the target.
 Copying = Callable[[Tensor, Tensor], list[Operation]]
-# The tensors of a parameter (head, gradient, then the rest), the position of its first element, step count, numbers.
-WholeStep = Callable[[Sequence[Tensor], int, Tensor, Numbers], None]
+
+
+class Bound(NamedTuple):
+    """What steps a block, given its head and gradient, which begin where the block does.
+
+    If it `is_deferred`, its operations do all of the work, and none of them runs Python. If not, the results are
+    computed when `run` is called, and the operations store them; or, if it `is_at_once`, `run` stores them itself.
+    """
+
+    run: Callable[[Tensor, Tensor], list[Operation]]
+    is_deferred: bool = True
+    is_at_once: bool = False
+
+
+# Binds a contiguous parameter: its tensors (head, gradient, then the rest), of which head and gradient are like those
+# that will be given; the position of its first element; step count; numbers.
+BindWhole = Callable[[Sequence[Tensor], int, Tensor, Numbers], Bound]
 
 
 class Kernel(Protocol):
-    """Steps blocks (rows, n, `width`) of at most `most_elements`.
-
-    If it `is_deferred`, its operations do all of the work, and none of them runs Python. If not, the work is done when
-    they are asked for, and they only store the results.
-    """
+    """Steps blocks (rows, n, `width`) of at most `most_elements`."""
 
     @property
     def width(self) -> int: ...
@@ -36,14 +45,17 @@ class Kernel(Protocol):
     def most_elements(self) -> int: ...
 
     @property
-    def is_deferred(self) -> bool: ...
-
-    @property
-    def whole(self) -> WholeStep | None:
+    def whole(self) -> BindWhole | None:
         """How to step a contiguous parameter in one go, where that is better than in blocks of `width`."""
         ...
 
-    def bind(self, block: Block, t: Tensor, numbers: Numbers) -> Bound: ...
+    def bind(self, block: Block, t: Tensor, numbers: Numbers, like: tuple[Tensor, Tensor]) -> Bound:
+        """Bind a block; `like` is a head and a gradient like those that will be given."""
+        ...
+
+    def look_up(self) -> None:
+        """Look up what blocks have in common. Called once in each step, before operations are asked for."""
+        ...
 
     def copying(self, target: Tensor, source: Tensor) -> Copying:
         """How large tensors of these shapes, strides and dtypes are copied, whatever their memory order."""
@@ -79,16 +91,18 @@ class ComputedKernel:
     compute: Callable[..., Sequence[Tensor]]
     width: int
     most_elements: int = 1 << 22
-    is_deferred: bool = False
-    whole: WholeStep | None = None
+    whole: BindWhole | None = None
 
-    def bind(self, block: Block, t: Tensor, numbers: Numbers) -> Bound:
+    def bind(self, block: Block, t: Tensor, numbers: Numbers, like: tuple[Tensor, Tensor]) -> Bound:
         def run(head: Tensor, grad: Tensor) -> list[Operation]:
             head = block.view(head.detach())  # compilers mind what a tensor is a view of
             parts = self.compute([head, block.view(grad), *block.rest], t, block.place, numbers)
             return copies([head, *block.rest], parts)
 
-        return run
+        return Bound(run, is_deferred=False)
+
+    def look_up(self) -> None:
+        """Nothing: each call reads its numbers."""
 
     def copying(self, target: Tensor, source: Tensor) -> Copying:
         return copied_by_torch

@@ -98,7 +98,6 @@ class Pack:
         is_resident: bool,
     ) -> None:
         self._members = members
-        self._is_deferred = kernel.is_deferred
         size = members[0].layout.group_size
         each = kernel.width // size
         counts = [member.groups for member in members]
@@ -143,7 +142,9 @@ class Pack:
             self._groups * size,
             self._groups,
         )
-        self._run = kernel.bind(block, t, numbers)
+        bound = kernel.bind(block, t, numbers, (self._head, self._grad))
+        self.bound = (bound,)
+        self._run, self._is_deferred = bound.run, bound.is_deferred
 
     def operations(self, heads: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Operation]:
         """Operations that step the members, given all heads and gradients of the step."""

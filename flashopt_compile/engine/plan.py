@@ -107,6 +107,7 @@ class Plan:
         planner = Planner(kernels, items, workspace)
         self._stages = [(stage, self._counting([places[index] for index in stage.done])) for stage in planner.stages()]
         self._in_place = sorted(planner.in_place)
+        self._kernels = list(planner.known.values())
         self.bytes = planner.bytes  # that it alone keeps between steps, beside the optimizer's state
         for counts in self._counts:
             counts.settle()
@@ -140,6 +141,8 @@ class Plan:
                 grads = [*grads[:index], grads[index].clone(), *grads[index + 1 :]]
         # Autograd then notices that tensors it may have saved have changed.
         increment_version([heads[index] for index in self._in_place if not heads[index].is_inference()])
+        for kernel in self._kernels:
+            kernel.look_up()
         for stage, count in self._stages:
             operations: list[Operation] = []
             for call in stage.calls:

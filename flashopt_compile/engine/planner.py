@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from flashopt_compile.engine.calls import Call, InPlace, Staged, Whole
-from flashopt_compile.engine.kernel import Kernel, Kernels
+from flashopt_compile.engine.calls import Call, InPlace, Staged
+from flashopt_compile.engine.kernel import Bound, Kernel, Kernels
 from flashopt_compile.engine.layout import Layout, Part, Tables, in_place
 from flashopt_compile.engine.pack import PACK_ELEMENTS, Member, Pack, Scratch
 from flashopt_compile.engine.step import Numbers, Step
@@ -68,12 +68,18 @@ class _Waiting:
 class Planner:
     """Works out the calls of a step. What they keep between steps is counted in `bytes`."""
 
-    def __init__(self, kernels: Kernels, items: Sequence[Item], workspace: Workspace | None = None) -> None:
+    def __init__(
+        self,
+        kernels: Kernels,
+        items: Sequence[Item],
+        workspace: Workspace | None = None,
+        known: dict[tuple[Any, ...], Kernel] | None = None,
+    ) -> None:
         self._kernels, self._items = kernels, items
         self._own, workspace = workspace is None, workspace or Workspace()
         self._workspace, self._scratch, self._tables = workspace, workspace.scratch, workspace.tables
         self._shared = shared_memory([item.head for item in items])
-        self._known: dict[tuple[Any, ...], Kernel] = {}
+        self.known = {} if known is None else known  # the kernels of all kinds of steps
         self._waiting: dict[tuple[Any, ...], _Waiting] = {}
         self._calls: list[tuple[Call, set[int]]] = []
         self._breaks: list[int] = []  # before which calls a new stage begins
@@ -102,45 +108,50 @@ class Planner:
     def _add(self, index: int, item: Item) -> None:
         kernel = self._kernel(item)
         if index in self._shared:
-            self._separate(kernel)
+            self._flush()
+        first = len(self._calls)
         if item.layout.elements <= SMALL_ELEMENTS:
             span = Span(item.layout.rows, item.layout.columns, 0, item.layout.columns)
             self._wait(kernel, item, Member(index, item.layout, span, item.parts, shape=item.head.shape))
         elif item.head.is_contiguous() and item.grad.is_contiguous():
-            self._cut(kernel, item, item.layout, item.parts, index)
+            self._cut(kernel, item, item.layout, item.parts, index, (item.head, item.grad))
         else:
             for call in self._staged(kernel, item, index):
-                self._call(kernel, call, {index})
+                self._call(call, {index})
         if index in self._shared:
-            self._separate(kernel)
-
-    def _separate(self, kernel: Kernel) -> None:
-        """Step and store everything added so far before what comes next."""
-        self._flush()
-        if not kernel.is_deferred:
-            self._breaks.append(len(self._calls))
+            self._flush()
+            # Step and store everything added so far before what comes next.
+            if not all(bound.is_deferred for call, _ in self._calls[first:] for bound in call.bound):
+                self._breaks += [first, len(self._calls)]
 
     def _kernel(self, item: Item) -> Kernel:
         kind = item.step, item.grad.dtype, item.head.device
-        if kind not in self._known:
-            self._known[kind] = self._kernels(*kind, item.numbers)
-        return self._known[kind]
+        if kind not in self.known:
+            self.known[kind] = self._kernels(*kind, item.numbers)
+        return self.known[kind]
 
-    def _call(self, kernel: Kernel, call: Call, indices: set[int]) -> None:
-        if kernel.whole is not None:
-            self._breaks.append(len(self._calls))  # it works at once: what it has stepped is counted at once
+    def _call(self, call: Call, indices: set[int]) -> None:
+        if any(bound.is_at_once for bound in call.bound):  # what it has stepped is counted at once
+            self._breaks += [len(self._calls), len(self._calls) + 1]
         self._calls.append((call, indices))
 
-    def _cut(self, kernel: Kernel, item: Item, layout: Layout, parts: Sequence[Part], index: int) -> None:
-        """Add the calls for a contiguous parameter, or for contiguous copies of part of one."""
+    def _cut(
+        self,
+        kernel: Kernel,
+        item: Item,
+        layout: Layout,
+        parts: Sequence[Part],
+        index: int,
+        like: tuple[Tensor, Tensor],
+    ) -> None:
+        """Add the calls for a contiguous parameter, or for contiguous copies of part of one.
+
+        `like` is head and gradient as the calls will be given them.
+        """
         whole = kernel.whole
         if whole is not None and layout.row_starts is None:
-            rest = [part.tensor for part in parts]
-
-            def step(head: Tensor, grad: Tensor) -> None:
-                whole([head, grad, *rest], layout.start, item.t, item.numbers)
-
-            self._call(kernel, Whole(step, index), {index})
+            bound = whole([*like, *(part.tensor for part in parts)], layout.start, item.t, item.numbers)
+            self._call_in_place(bound, index, 0)
             return
         if whole is not None:
             span = Span(layout.rows, layout.columns, 0, layout.columns)
@@ -155,10 +166,13 @@ class Planner:
                 else:
                     block = in_place(own, own_parts, span, kernel.width, self._tables, item.head.device)
                     self._phases_bytes += own.rows * 4
-                    call = InPlace(kernel.bind(block, item.t, item.numbers), index, first)
-                    self._call(kernel, call, {index})
-                    if kernel.is_deferred:
-                        self.in_place.add(index)
+                    ours, theirs = (tensor.view(-1)[first:] for tensor in like)
+                    self._call_in_place(kernel.bind(block, item.t, item.numbers, (ours, theirs)), index, first)
+
+    def _call_in_place(self, bound: Bound, index: int, offset: int) -> None:
+        self._call(InPlace(bound, index, offset), {index})
+        if bound.is_deferred:
+            self.in_place.add(index)
 
     def _staged(self, kernel: Kernel, item: Item, index: int) -> Iterator[Call]:
         """The calls for a parameter whose head or gradient is not contiguous."""
@@ -174,9 +188,10 @@ class Planner:
                 else self._scratch.take(f"staged {what}", elements, tensor.dtype, tensor.device).view(-1, *shape[1:])
                 for what, tensor in (("head", item.head), ("gradient", item.grad))
             )
-            inner = Planner(self._kernels, [item], self._workspace)
+            inner = Planner(self._kernels, [item], self._workspace, self.known)
             parts = [part.cut(first * each, elements, layout.group_size, layout.columns) for part in item.parts]
-            inner._cut(kernel, item, layout.cut(first * each, elements), parts, 0)
+            like = item.head[slices] if head is None else head, item.grad[slices] if grad is None else grad
+            inner._cut(kernel, item, layout.cut(first * each, elements), parts, 0, like)
             inner._flush()
             self._phases_bytes += inner._phases_bytes
             yield Staged([call for call, _ in inner._calls], index, slices, (head, grad), kernel)
@@ -184,7 +199,7 @@ class Planner:
     def _wait_in_parts(self, kernel: Kernel, item: Item, member: Member) -> None:
         """Pack a member, few enough rows at a time to keep packs small."""
         layout, span = member.layout, member.span
-        rows = max(1, PACK_ELEMENTS // (member.groups_per_row * layout.group_size))
+        rows = max(1, _pack_elements(kernel) // (member.groups_per_row * layout.group_size))
         for row in range(0, span.rows, rows):
             count = min(rows, span.rows - row)
             first, elements = row * layout.columns, count * layout.columns
@@ -200,7 +215,7 @@ class Planner:
         is_resident = member.shape is not None and member.layout.is_flat
         key = id(kernel), id(item.numbers), item.taken, item.grad.dtype, item.head.device, is_resident
         waiting = self._waiting.setdefault(key, _Waiting(kernel, item, is_resident))
-        is_full = waiting.elements + member.groups * member.layout.group_size > PACK_ELEMENTS
+        is_full = waiting.elements + member.groups * member.layout.group_size > _pack_elements(kernel)
         if waiting.members and is_full:
             self._pack(waiting)
         waiting.members.append(member)
@@ -217,7 +232,12 @@ class Planner:
         dtypes = item.head.dtype, item.grad.dtype
         pack = Pack(kernel, members, item.t, item.numbers, dtypes, item.head.device, self._scratch, waiting.is_resident)
         self._phases_bytes += sum(member.groups for member in members) * 4
-        self._call(kernel, pack, {member.index for member in members})
+        self._call(pack, {member.index for member in members})
+
+
+def _pack_elements(kernel: Kernel) -> int:
+    """The most elements of a pack: on a CPU few enough for its cache; on a GPU as many as one launch may take."""
+    return PACK_ELEMENTS if kernel.whole is None else kernel.most_elements
 
 
 def cuts(layout: Layout, elements: int, width: int) -> Iterator[tuple[int, int]]:

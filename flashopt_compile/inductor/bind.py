@@ -33,11 +33,12 @@ class NotCompiled(Unbound):
 class Noting:
     """A backend for torch.compile: Inductor, recording the graphs it compiles.
 
-    No more is noted than what belongs to the function that this backend was given to.
+    No more is noted than what belongs to the function that this backend was given to. `seen` is given each graph before
+    it is first run.
     """
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self._options = dict(options)
+    def __init__(self, options: Mapping[str, Any], seen: Callable[[Any], None] = lambda graph: None) -> None:
+        self._options, self._seen = dict(options), seen
         self.graphs: list[Any] = []
 
     def __call__(self, graph: Any, inputs: Sequence[Any], **_: Any) -> Any:
@@ -46,6 +47,7 @@ class Noting:
 
         def note(*args: Any, **kwargs: Any) -> Any:
             compiled = compile_fx_inner(*args, **kwargs)
+            self._seen(compiled)
             self.graphs.append(compiled)
             return compiled
 
@@ -86,7 +88,7 @@ class Found:
             arguments[grad_place] = grad
             return [partial(function, *arguments)]
 
-        return run
+        return Bound(run)
 
 
 def leaves_of(tensors: Sequence[Any], t: Any, place: Place, numbers: Numbers) -> list[Any]:

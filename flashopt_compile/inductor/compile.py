@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from flashopt_compile.engine.kernel import (
+    BindWhole,
     Bound,
     ComputedKernel,
     Copying,
     Kernel,
-    WholeStep,
     copied_by_torch,
     eager,
     run_at_once,
@@ -28,7 +28,9 @@ from flashopt_compile.engine.layout import Block, Layout, Part
 from flashopt_compile.engine.numbers import flat
 from flashopt_compile.engine.planner import Item, Planner
 from flashopt_compile.engine.step import Numbers, Place, Step, Table
-from flashopt_compile.inductor import bind, copies, example, gcc, interleave, probes
+from flashopt_compile.inductor import bind, copies, example, gcc, interleave, launch, notes, probes
+from flashopt_compile.inductor.example import mark_rows
+from flashopt_compile.inductor.whole import CALL_ELEMENTS, WholeKernel
 
 OPTIONS: dict[str, Any] = {
     "size_asserts": False,  # what we have made ourselves needs no checks
@@ -38,8 +40,6 @@ OPTIONS: dict[str, Any] = {
 CPU_OPTIONS = {**OPTIONS, "realize_opcount_threshold": 1000, "realize_reads_threshold": 1000}
 # A group's scale, of some 40 operations, is not to become a temporary, which would take a kernel of its own.
 GPU_OPTIONS = {**OPTIONS, "realize_opcount_threshold": 60}
-# Elements that one call takes: enough to hide what a call costs.
-CALL_ELEMENTS = 1 << 22
 MOST_KERNELS = 256
 
 _numbers_of_kernels = count()
@@ -53,7 +53,7 @@ def kernel(step: Step, grad_dtype: torch.dtype, device: torch.device, numbers: N
     `numbers` are like those that it will be given.
     """
     if not works_in_blocks(device):
-        return WholeKernel(step)
+        return WholeKernel(step, _compiled_form, launch.is_open(device))
     threads = torch.get_num_threads()  # Inductor writes code for so many
     key = step, grad_dtype, device, threads, *probes.permission()
     return _remembered(key, lambda: _block_kernel(step, grad_dtype, device, numbers))
@@ -74,7 +74,11 @@ def prepare(step: Step, parameter: Tensor, numbers: Numbers) -> bool:
         parts = [Part(tensor, is_scale) for tensor, is_scale in zip(rest, step.storage.scales[1:], strict=True)]
         t = torch.ones((), dtype=torch.float32, device=flat(numbers)[0].device)
         item = Item(step, Layout.of(step.storage, parameter.shape), head, grad, parts, t, 1.0, numbers)
-        for stage in Planner(kernel, [item]).stages():
+        planner = Planner(kernel, [item])
+        stages = planner.stages()
+        for used in planner.known.values():
+            used.look_up()
+        for stage in stages:
             for call in stage.calls:
                 run_at_once(call.operations([head], [grad]))
     return set(_kernels) != before
@@ -86,66 +90,43 @@ def kind_of(step: Step, parameter: Tensor) -> tuple[Any, ...]:
     return step, parameter.dtype, parameter.device, shape
 
 
-def compile_in_place(step: Step, **options: Any) -> Callable[..., None]:
-    """Compile a function of several blocks, each with its place: `kernel(blocks, t, places, numbers)`."""
+def compile_in_place(step: Step, backend: Any = None, **options: Any) -> Callable[..., None]:
+    """Compile a function of several blocks, each with its place: `kernel(blocks, t, places, numbers)`.
+
+    By a `backend` that has Inductor's options, or else by Inductor.
+    """
 
     def kernel(blocks: Sequence[Sequence[Tensor]], t: Tensor, places: Sequence[Place], numbers: Numbers) -> None:
         for tensors, place in zip(blocks, places, strict=True):
             step(tensors, t, place, numbers)
 
     _give_own_code(kernel, step)
+    if backend is not None:
+        return torch.compile(kernel, backend=backend, fullgraph=True, options=probes.guards())
     return torch.compile(
         kernel, fullgraph=True, options={**probes.known({**GPU_OPTIONS, **options}), **probes.guards()}
     )
 
 
-def mark_rows(tensor: Tensor) -> None:
-    """Tell Dynamo that the numbers of rows and groups change, and only a group's length is fixed."""
-    for dim in range(max(1, tensor.dim() - 1)):
-        probes.mark_dynamic(tensor, dim)
+def compile_noted(step: Step) -> notes.Compiled:
+    """`compile_in_place`, with the graphs that Inductor makes of it, where they can be noted."""
+    if probes.BINDING.fault() is not None:
+        return notes.Compiled(compile_in_place(step))
+    compiled = notes.Compiled()
+    noting = bind.Noting(probes.known(GPU_OPTIONS), compiled.see)
+    compiled.run, compiled.graphs = compile_in_place(step, noting), noting.graphs
+    return compiled
 
 
-@dataclass(frozen=True)
-class WholeKernel:
-    """Steps whole parameters in place, by the kernel for their form, which is compiled when first called."""
+def _compiled_form(step: Step, tensors: Sequence[Tensor], place: Place, form: tuple[Any, ...]) -> notes.Compiled:
+    """The compiled step of blocks of one form, of which this is the first or another."""
 
-    step: Step
-    most_elements: int = CALL_ELEMENTS
-    is_deferred: bool = False
+    def compiled() -> notes.Compiled:
+        for tensor in (*tensors, *(place.table or ())[:2]):
+            mark_rows(tensor)
+        return compile_noted(step)
 
-    @property
-    def width(self) -> int:
-        return self.step.storage.group_size
-
-    @property
-    def whole(self) -> WholeStep:
-        def run(tensors: Sequence[Tensor], start: int, t: Tensor, numbers: Numbers) -> None:
-            tensors = [tensor.detach() for tensor in tensors]  # compilers mind what a tensor is a view of
-            for first, block in self.step.storage.blocks(tuple(tensors[0].shape), tensors):
-                self._run(block, t, Place.at(start + first), numbers)
-
-        return run
-
-    def bind(self, block: Block, t: Tensor, numbers: Numbers) -> Bound:
-        def run(head: Tensor, grad: Tensor) -> list[Any]:
-            self._run([block.view(head.detach()), block.view(grad), *block.rest], t, block.place, numbers)
-            return []
-
-        return run
-
-    def copying(self, target: Tensor, source: Tensor) -> Copying:
-        return copied_by_torch
-
-    def _run(self, tensors: Sequence[Tensor], t: Tensor, place: Place, numbers: Numbers) -> None:
-        head, grad = tensors[:2]
-        form = head.dim(), head.shape[-1] if head.dim() > 1 else None, place.table is None, t.device
-
-        def compiled() -> Callable[..., None]:
-            for tensor in (*tensors, *(place.table or ())[:2]):
-                mark_rows(tensor)
-            return compile_in_place(self.step)
-
-        _remembered((self.step, grad.dtype, head.device, *form), compiled)([tensors], t, [place], numbers)
+    return _remembered((step, *form), compiled)
 
 
 @dataclass(frozen=True)
@@ -155,11 +136,13 @@ class BoundKernel:
     found: bind.Found
     width: int
     most_elements: int = CALL_ELEMENTS
-    is_deferred: bool = True
-    whole: WholeStep | None = None
+    whole: BindWhole | None = None
 
-    def bind(self, block: Block, t: Tensor, numbers: Numbers) -> Bound:
+    def bind(self, block: Block, t: Tensor, numbers: Numbers, like: tuple[Tensor, Tensor]) -> Bound:
         return self.found.bind(block, t, numbers)
+
+    def look_up(self) -> None:
+        """Nothing: the C++ function reads the numbers."""
 
     def copying(self, target: Tensor, source: Tensor) -> Copying:
         for form in interleave.forms_of(target.shape, target.stride(), source.stride()):

@@ -19,6 +19,8 @@ from flashopt_compile.inductor.bind import Found, Unbound
 SMALL, LARGE = (6, 37), (64, 2053)
 # Of the rows by which kernels are compared: as many groups as pieces of any width may consist of, 37 times.
 ROWS, GROUPS = 3, 37 * 16
+# Elements before an example, at most.
+MOST_OFFSET = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def check(
     width: int,
 ) -> None:
     """Raise Unbound unless a bound kernel gives the bits of the compiled step, for rows apart and for one long row."""
-    samples = _sample_numbers(numbers)
+    samples = sample_numbers(numbers)
 
     def sample() -> Example:
         random = torch.Generator("cpu").manual_seed(0)
@@ -92,7 +94,7 @@ def check(
     block = Block(
         apart.tensors[2:], apart.place, (rows, pieces, width), apart.sizes["stride"], apart.sizes["scale_stride"]
     )
-    run_at_once(found.bind(block, apart.t, apart.numbers)(*apart.tensors[:2]))
+    run_at_once(found.bind(block, apart.t, apart.numbers).run(*apart.tensors[:2]))
 
     tensors = [tensor.reshape(1, rows * pieces, -1) for tensor in together.tensors]
     table = together.place.table
@@ -100,7 +102,7 @@ def check(
     groups = (table.rows + table.groups).reshape(rows * pieces, -1)
     place = Place(together.place.start, table._replace(rows=torch.zeros_like(table.rows[:1]), groups=groups))
     block = Block(tensors[2:], place, (1, rows * pieces, width), 0, 0)
-    run_at_once(found.bind(block, together.t, together.numbers)(*tensors[:2]))
+    run_at_once(found.bind(block, together.t, together.numbers).run(*tensors[:2]))
 
     for number, want in enumerate(expected.tensors):
         for what, got in (("rows apart", apart.tensors[number]), ("one row", tensors[number].view_as(want))):
@@ -126,13 +128,14 @@ def _result(
     random, lowest = torch.Generator("cpu").manual_seed(1), chain([-2.0, -2.0], repeat(0.01))
     shape = ROWS, GROUPS * step.storage.group_size // kernel.width
     given = of(
-        *(step, grad_dtype, device, _sample_numbers(numbers), kernel.width, shape),
+        *(step, grad_dtype, device, sample_numbers(numbers), kernel.width, shape),
         lambda tensor: _fill(tensor, random, next(lowest)),
     )
     block = Block(
         given.tensors[2:], given.place, (*shape, kernel.width), given.sizes["stride"], given.sizes["scale_stride"]
     )
-    run_at_once(kernel.bind(block, given.t, given.numbers)(*given.tensors[:2]))
+    head, grad = given.tensors[:2]
+    run_at_once(kernel.bind(block, given.t, given.numbers, (head, grad)).run(head, grad))
     return [tensor.contiguous().view(torch.uint8).flatten() for tensor in given.tensors]
 
 
@@ -147,9 +150,56 @@ def _fill(tensor: Tensor, random: torch.Generator, lowest: float = -0.1) -> None
         tensor.copy_(torch.randint(low, info.max, shape, generator=random, dtype=torch.int64, device="cpu"))
 
 
-def _sample_numbers(numbers: Numbers) -> Numbers:
+def like(tensor: Tensor, random: torch.Generator) -> Tensor:
+    """A tensor of the same form and alignment, with numbers as they occur."""
+    found = copy_of(tensor)
+    _fill(found, random)
+    return found
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, which begins where the tensor does in its memory, or at a like place.
+
+    Compilers tell offsets of 0 and 1 apart from others, and write kernels for those that are multiples of 16 bytes.
+    """
+    offset = tensor.storage_offset()
+    if offset > MOST_OFFSET:
+        offset = MOST_OFFSET + offset % 16
+    memory = torch.empty(offset + _extent(tensor), dtype=tensor.dtype, device=tensor.device)
+    return memory.as_strided(tensor.shape, tensor.stride(), offset).copy_(tensor)
+
+
+def aligned(tensor: Tensor, offset: int) -> Tensor:
+    """Memory of the same form that begins at a multiple of 16 bytes, behind others if `offset` says so."""
+    first = 16 if offset else 0
+    return torch.empty(first + _extent(tensor), dtype=tensor.dtype, device=tensor.device).as_strided(
+        tensor.shape, tensor.stride(), first
+    )
+
+
+def _extent(tensor: Tensor) -> int:
+    """The elements from the first to the last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def apart(numbers: Numbers) -> Numbers:
+    """The same numbers, one element behind the beginning of memory of their own."""
+
+    def moved(number: Any) -> Any:
+        return tuple(map(moved, number)) if isinstance(number, tuple) else number.repeat(2)[1]
+
+    return {name: moved(number) for name, number in numbers.items()}
+
+
+def mark_rows(tensor: Tensor) -> None:
+    """Tell Dynamo that the numbers of rows and groups change, and only a group's length is fixed."""
+    for dim in range(max(1, tensor.dim() - 1)):
+        probes.mark_dynamic(tensor, dim)
+
+
+def sample_numbers(numbers: Numbers, most: float = 0.9) -> Numbers:
     """Different numbers, all within (0, 1), in place of each."""
-    values = iter([0.9 / (number + 1) for number in range(len(flat(numbers)))])
+    values = iter([most / (number + 1) for number in range(len(flat(numbers)))])
 
     def sample(number: Any) -> Any:
         return tuple(map(sample, number)) if isinstance(number, tuple) else torch.full_like(number, next(values))

@@ -158,6 +158,17 @@ BINDING = FastPath(
         Private("torch._functorch.config:enable_autograd_cache"),
     ),
 )
+LAUNCHES = FastPath(
+    "direct launches of its kernels",
+    "each parameter above 65,536 elements takes some 50 µs more of the host's time in a step on a GPU",
+    (
+        Private("torch._inductor.runtime.triton_heuristics:CachingAutotuner"),
+        Private("torch._C:_accelerator_setDeviceIndex"),
+        Private("torch._inductor.runtime.triton_heuristics:CachingAutotuner.run", "self stream"),
+        Private("torch.compiler:set_stance", "stance"),
+        *BINDING.needs,
+    ),
+)
 TRANSPOSITION = FastPath(
     "its vectorized transposition",
     "weights that are transposed or channels_last are copied by torch, up to five times slower",
