@@ -101,7 +101,7 @@ def test_a_flattened_state_dict_that_is_not_compressed_is_refused_with_a_way_out
     model.zero_grad()
     saved = get_optimizer_state_dict(model, optimizer, options=flat)
     before = snapshot(model, optimizer)
-    with pytest.raises(ValueError, match=r"an empty m\.codes, .*; set compress_state_dict=True, or flatten_optimizer"):
+    with pytest.raises(ValueError, match=r"an empty m\.codes: .*; set compress_state_dict=True, or flatten_optimizer"):
         set_optimizer_state_dict(model, optimizer, saved, options=flat)
     assert_identical(snapshot(model, optimizer), before)
 
