@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 
-.PHONY: help demo test lint proof hunt bench matrix recipes docs release clean
+.PHONY: help demo test lint proof hunt bench quality matrix recipes docs release clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -31,6 +31,9 @@ hunt: .venv/.installed-test ## random courses of use, threads, growth and interr
 
 bench: .venv/.installed-bench ## the benchmarks behind the README's figures
 	$(BIN)/python -m bench
+
+quality: .venv/.installed-quality ## exact fp32 training beside ours, hours; ROW=digits for some rows
+	$(BIN)/python -m bench.quality $(if $(ROW),--row "$(ROW)")
 
 matrix: ## the suite and the speed row on every supported torch, hours; TORCH=2.15.0 for one
 	$(PYTHON) -m bench.matrix $(if $(TORCH),--torch $(TORCH)) $(if $(ONLY),--only "$(ONLY)")

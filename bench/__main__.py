@@ -1,18 +1,18 @@
-"""python -m bench [speed|layouts|callers|formats] [--quick] [--out DIR]: all of them by default, as in `make bench`."""
+"""python -m bench [speed|layouts|callers|release|formats] [--quick] [--out DIR]: all by default, as in `make bench`."""
 
 import argparse
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import callers, formats, layouts, speed
+from bench import callers, formats, layouts, release, speed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
         nargs="?",
-        choices=("speed", "layouts", "callers", "formats", "all"),
+        choices=("speed", "layouts", "callers", "release", "formats", "all"),
         default="all",
         help="(%(default)s)",
     )
@@ -27,6 +27,8 @@ def run(options: argparse.Namespace) -> None:
         layouts.main(options.quick)
     if options.what in ("callers", "all"):
         callers.main(options.quick)
+    if options.what in ("release", "all"):
+        release.main(options.quick)
     if options.what in ("formats", "all"):
         # Only `python -m bench.formats` exits with 1 on a missed goal.
         with contextlib.suppress(SystemExit):

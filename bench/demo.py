@@ -22,8 +22,9 @@ from tqdm import tqdm
 
 from bench.demo_picture import picture, write
 from bench.demo_report import Report
+from bench.loop import multiplies_bf16
 from bench.machine import describe_machine
-from bench.transformer import Plan, Shape, held_out_loss, multiplies_bf16, new_model, standard_library, train
+from bench.transformer import Plan, Shape, held_out_loss, new_model, standard_library, train
 from flashopt_compile import FlashAdamW, memory_plan, save
 
 BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps, {elapsed}{postfix}"

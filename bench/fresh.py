@@ -52,6 +52,14 @@ def status_bytes(key: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:")) * 1024
 
 
+def forget_peak() -> None:
+    """Have the peak of this process's memory begin anew, from what is in use now. Linux only."""
+    with contextlib.suppress(AttributeError, OSError):  # not every C library has malloc_trim
+        # The C library would otherwise reuse memory freed by earlier steps, and the rise would not show.
+        ctypes.CDLL(None).malloc_trim(0)
+    CLEAR_REFS.write_text("5", encoding="ascii")  # resets the high-water mark
+
+
 def extra_bytes(step: Callable[[], object], device: torch.device) -> int | None:
     """The peak rise of memory during a few steps; None if the system cannot tell."""
     gc.collect()
@@ -63,10 +71,7 @@ def extra_bytes(step: Callable[[], object], device: torch.device) -> int | None:
         return torch.accelerator.max_memory_allocated() - before
     if not CLEAR_REFS.exists():
         return None
-    with contextlib.suppress(AttributeError, OSError):  # not every C library has malloc_trim
-        # The C library would otherwise reuse memory freed by earlier steps, and the rise would not show.
-        ctypes.CDLL(None).malloc_trim(0)
-    CLEAR_REFS.write_text("5", encoding="ascii")  # resets the high-water mark
+    forget_peak()
     before = status_bytes("VmRSS")
     for _ in range(MEASURED_STEPS):
         step()

@@ -103,10 +103,15 @@ def mixed(make: Maker, shapes: Shapes, device: torch.device) -> Runner:
     return Runner(weights, partial(put_in_place, weights, gradients), step)
 
 
-def lion_(w: Tensor, g: Tensor, m: Tensor) -> None:
-    lr, (b1, b2), decay = LION["lr"], LION["betas"], LION["weight_decay"]
-    w.copy_((1 - lr * decay) * w - lr * (b1 * m + (1 - b1) * g).sign())
+def lion_by_(w: Tensor, g: Tensor, m: Tensor, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
+    """A step of Lion in fp32 (algorithm 2 of Chen et al., 2023), in place."""
+    b1, b2 = betas
+    w.copy_((1 - lr * weight_decay) * w - lr * (b1 * m + (1 - b1) * g).sign())
     m.copy_(b2 * m + (1 - b2) * g)
+
+
+def lion_(w: Tensor, g: Tensor, m: Tensor) -> None:
+    lion_by_(w, g, m, **LION)
 
 
 def lion_with_copies_(head: Tensor, gradient: Tensor, w: Tensor, m: Tensor) -> None:
@@ -144,12 +149,12 @@ def lion_in_one(shapes: Shapes, device: torch.device) -> Runner:
     return Runner([weight.detach() for weight in weights], lambda: None, step)
 
 
-def torchao_adamw(params: list[nn.Parameter]) -> Stepping:
-    return importlib.import_module("torchao.optim").AdamW8bit(params, **ADAMW)
+def torchao_adamw(params: list[nn.Parameter], **numbers: Any) -> Stepping:
+    return importlib.import_module("torchao.optim").AdamW8bit(params, **ADAMW | numbers)
 
 
-def bitsandbytes_adamw(params: list[nn.Parameter]) -> Stepping:
-    return importlib.import_module("bitsandbytes").optim.AdamW8bit(params, **ADAMW)
+def bitsandbytes_adamw(params: list[nn.Parameter], **numbers: Any) -> Stepping:
+    return importlib.import_module("bitsandbytes").optim.AdamW8bit(params, **ADAMW | numbers)
 
 
 def heavyball_adamw(params: list[nn.Parameter]) -> Stepping:

@@ -4,19 +4,18 @@ A seed determines everything: the initial weights, the order of the files, the b
 same seed see the same numbers.
 """
 
-import math
 import sysconfig
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import fmean
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
+
+from bench.loop import Progress, Schedule, follow, outputs_of
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 HELD_OUT_EVERY = 20  # one of this many files is held out
@@ -33,20 +32,11 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How to train. The learning rate peaks after `warmup` steps and falls to a tenth."""
+class Plan(Schedule):
+    """How to train, and what."""
 
-    steps: int = 300
     batch: int = 16
-    lr: float = 4e-3
-    warmup: int = 30
     shape: Shape = field(default_factory=Shape)
-
-    def lr_factor(self, step: int) -> float:
-        if step < self.warmup:
-            return (step + 1) / self.warmup
-        progress = (step - self.warmup) / max(1, self.steps - self.warmup)
-        return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
 def rotated(x: Tensor) -> Tensor:
@@ -138,18 +128,9 @@ def batches(text: Tensor, plan: Plan, count: int, seed: int) -> Iterator[Tensor]
         yield text[starts + window].long()
 
 
-def multiplies_bf16() -> bool:
-    """True if bf16 matrices multiply as fast as fp32 ones. Without AVX-512 they take eight times longer."""
-    return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-
-
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-    """The mean cross-entropy of the next byte, in nats.
-
-    It is computed in the dtype of the weights. Where `multiplies_bf16` is false, fp32 copies are used.
-    """
-    weights = {} if multiplies_bf16() else {name: weight.float() for name, weight in model.named_parameters()}
-    logits = functional_call(model, weights, (batch[:, :-1],))
+    """The mean cross-entropy of the next byte, in nats."""
+    logits = outputs_of(model, batch[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
 
 
@@ -160,23 +141,7 @@ def held_out_loss(model: nn.Module, plan: Plan, count: int = 40) -> float:
     return fmean(loss_of(model, batch).item() for batch in chosen)
 
 
-@dataclass(frozen=True)
-class Progress:
-    """One training step: its loss, and the seconds `optimizer.step()` took."""
-
-    loss: float
-    optimizer_seconds: float
-
-
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, seed: int) -> Iterator[Progress]:
     """Train `model` in place, yielding after each step. The last step's gradients stay in it."""
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, plan.lr_factor)
-    for batch in batches(standard_library().training, plan, plan.steps, seed):
-        optimizer.zero_grad()
-        loss = loss_of(model, batch)
-        loss.backward()
-        begin = time.perf_counter()
-        optimizer.step()
-        seconds = time.perf_counter() - begin
-        schedule.step()
-        yield Progress(loss.item(), seconds)
+    chosen = batches(standard_library().training, plan, plan.steps, seed)
+    return follow(optimizer, plan, chosen, partial(loss_of, model))

@@ -11,6 +11,7 @@ from flashopt_compile.inspection.numerics import Health, NumericsError
 from flashopt_compile.optimizer import FlashOptimizer
 from flashopt_compile.optimizers import FlashAdam, FlashAdamW, FlashLion, FlashSGD, FlashSGDW
 from flashopt_compile.planning.plan import MemoryPlan, memory_plan
+from flashopt_compile.release.handle import GradientReleaseHandle, enable_gradient_release
 from flashopt_compile.rule import Moved, debias, ema, number, rule, unbias
 from quant import ROOT8, SIGNED8, compute_ecc_bits, dequantize, quantize, reconstruct_fp32_param
 
@@ -26,6 +27,7 @@ __all__ = [
     "FlashOptimizer",
     "FlashSGD",
     "FlashSGDW",
+    "GradientReleaseHandle",
     "Health",
     "MemoryPlan",
     "Moved",
@@ -36,6 +38,7 @@ __all__ = [
     "debias",
     "dequantize",
     "ema",
+    "enable_gradient_release",
     "flashoptim_state_dict",
     "load",
     "memory_plan",

@@ -1,16 +1,17 @@
 """The face of the library: `torch.optim.Optimizer`s made of a rule, with the arguments everyone knows."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from flashopt_compile import stepping, tracing
+from flashopt_compile import scaling, stepping, tracing
 from flashopt_compile.checkpoint import flashoptim, states, weights
 from flashopt_compile.distributed import shards
 from flashopt_compile.engine.plan import Plan
+from flashopt_compile.engine.planner import Workspace
 from flashopt_compile.engine.storage import Storage, storage_of
 from flashopt_compile.inductor import operator, probes
 from flashopt_compile.inspection import numerics
@@ -27,9 +28,23 @@ from flashopt_compile.options import (
     signature,
     torch_defaults,
 )
+from flashopt_compile.release.selection import Selections
 from flashopt_compile.rule import Rule
 
 Group = dict[str, Any]
+
+
+class Release(Protocol):
+    """What an optimizer knows of gradient release, while its gradients are released."""
+
+    @property
+    def bytes(self) -> int: ...
+
+    def step(self) -> None: ...
+
+    def zero_grad(self) -> bool: ...
+
+    def check_finished(self, what: str) -> None: ...
 
 
 class FlashOptimizer(torch.optim.Optimizer):
@@ -49,6 +64,8 @@ class FlashOptimizer(torch.optim.Optimizer):
     torch_names: ClassVar[dict[str, str]] = {}  # what torch.optim calls the rule's states
     namesake: ClassVar[type[Any] | None] = None  # the optimizer of torch.optim that does the same
     implementation: ClassVar[dict[str, Any]]  # its options that say how and not what it computes
+    workspace: Workspace | None = None
+    release: Release | None = None
 
     def __init_subclass__(cls, rule: Rule | None = None, **flags: Any) -> None:
         super().__init_subclass__()
@@ -65,6 +82,7 @@ class FlashOptimizer(torch.optim.Optimizer):
         check_flag(type(self).__name__, "eager", eager)
         self.eager = eager
         self.plan: Plan | None = None
+        self.selections = Selections(self)
         self.dtypes: dict[Tensor, torch.dtype] = {}  # of each parameter when its state was made: tails depend on it
         self.handle = operator.new_handle(self)
         self.handle_name = str(int(self.handle))
@@ -138,18 +156,37 @@ class FlashOptimizer(torch.optim.Optimizer):
         else:
             self._opt_called = True
             with torch.no_grad():
-                stepping.take(self)
+                self._take()
         return loss
+
+    def _take(self) -> None:
+        if self.release is None:
+            stepping.take(self)
+        else:
+            self.release.step()
+
+    @torch.no_grad()
+    def step_param(self, p: Tensor, group: Group | None = None) -> None:
+        """Step one parameter, of `group`, by the gradient that it has now; all others stay as they are."""
+        owner = type(self).__name__
+        own = next((each for each in self.param_groups if any(other is p for other in each["params"])), None)
+        if own is None or (group is not None and group is not own):
+            where = "no parameter of the optimizer" if own is None else "in another group than the one that is given"
+            raise ValueError(f"{owner}.step_param: the parameter of shape {tuple(p.shape)} is {where}.")
+        if p.grad is None:
+            raise ValueError(f"{owner}.step_param: the parameter of shape {tuple(p.shape)} has no gradient.")
+        self._opt_called = True
+        self.selections.step([p])
 
     @torch.no_grad()
     def step_in_graph(self, given: operator.Given | None) -> None:
         """Step from a graph that a caller has compiled, which may give heads and gradients."""
         self._opt_called = True
         if given is None:
-            stepping.take(self)
+            self._take()
         else:
             with tracing.lent(self, given):
-                stepping.take(self)
+                self._take()
 
     @torch.no_grad()
     def prepare_to_trace(self) -> None:
@@ -164,13 +201,21 @@ class FlashOptimizer(torch.optim.Optimizer):
         self._opt_called = True
         return tracing.numbers_in_graph(self, group, rule)
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether torch.amp.GradScaler is to leave unscaling and skipping to the step, as it cannot unscale fp16.
+
+        If not, gradients can be clipped between its `unscale_` and its `step`; Lightning forbids that if so.
+        """
+        return scaling.needs_unscaling(parameter for group in self.param_groups for parameter in group["params"])
+
     _step_watched = torch.optim.Optimizer.profile_hook_step(_step) if probes.WRAPPER.is_open() else _step
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, or with `set_to_none=False` set them to zero."""
         if is_dynamo_compiling():  # torch.optim's is marked for Dynamo to leave out of graphs
             tracing.drop_gradients(self, set_to_none)
-        else:
+        elif self.release is None or self.release.zero_grad():
             super().zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -188,7 +233,8 @@ class FlashOptimizer(torch.optim.Optimizer):
         `plan` is what is kept from step to step beside these.
         """
         held = ((name, parameter, state) for _, name, parameter, state in stepping.trained(self, make=False))
-        return memory(held, 0 if self.plan is None else self.plan.bytes)
+        plan = 0 if self.plan is None else self.plan.bytes
+        return memory(held, plan + self.selections.bytes + (0 if self.release is None else self.release.bytes))
 
     @torch.no_grad()
     def health(self) -> list[numerics.Health]:
@@ -216,6 +262,8 @@ class FlashOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """States as they are stored, or as torch.optim has them in groups with compress_state_dict=False."""
+        if self.release is not None:
+            self.release.check_finished("a state dict")
         return states.outgoing(self, super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -257,6 +305,7 @@ class FlashOptimizer(torch.optim.Optimizer):
                 state["state"][parameter] = value.state
                 self.dtypes[parameter] = parameter.dtype
         self.plan = None
+        self.selections = Selections(self)
         self.handle = operator.new_handle(self)
         self.handle_name = str(int(self.handle))
         super().__setstate__(state)

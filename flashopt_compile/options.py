@@ -65,6 +65,11 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 
+def is_positive(value: Any) -> bool:
+    """Whether a value is a finite number above zero."""
+    return _at_least_zero(value) and value > 0
+
+
 def _are_betas(value: Any) -> bool:
     return (
         isinstance(value, tuple | list) and len(value) > 0 and all(_is_number(beta) and 0 <= beta < 1 for beta in value)
@@ -272,6 +277,18 @@ def check_gradient(owner: str, name: str, parameter: Tensor) -> None:
             f"{owner}: the gradient of {name} has shape {tuple(grad.shape)} on {grad.device}; "
             f"it must match the parameter's {tuple(parameter.shape)} on {parameter.device}."
         )
+
+
+def check_grad_scale(owner: str, scale: Any, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError or RuntimeError if a step cannot unscale gradients that torch.amp.GradScaler has left scaled."""
+    for position, group in enumerate(groups):
+        if group["replayable"]:
+            raise RuntimeError(
+                f"{owner}: capturable is True in parameter group {position} and GradScaler leaves fp16 gradients to "
+                "the step, which would have to wait for it to tell whether one is Inf; set capturable=False."
+            )
+    if scale is not None and not 2.0**-126 <= float(scale) <= 2.0**126:
+        raise ValueError(f"{owner}: grad_scale is {float(scale)}; allowed is a number from 2**-126 to 2**126.")
 
 
 def check_state(owner: str, name: str, state: Mapping[str, Tensor], parts: Mapping[str, Part]) -> None:

@@ -7,6 +7,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -77,6 +78,16 @@ def rule(**states: Format) -> Callable[[Callable[..., tuple[Any, ...]]], Rule]:
         return Rule(name, function, tuple(states.items()), tuple(keywords.items()))
 
     return make
+
+
+@cache
+def unscaling(rule: Rule) -> Rule:
+    """The same rule for gradients of a scaled loss: one more number, `inverse_scale`, unscales them in fp32."""
+
+    def function(w: Tensor, g: Tensor, *rest: Tensor, inverse_scale: Tensor, **hyper: Any) -> tuple[Any, ...]:
+        return rule(w, g * inverse_scale, *rest, **hyper)
+
+    return Rule(f"{rule.name}_unscaling", function, rule.states, (*rule.hyper, ("inverse_scale", 1.0)))
 
 
 def ema(average: Tensor, x: Tensor, beta: Tensor) -> Tensor:

@@ -12,11 +12,13 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from flashopt_compile import scaling
 from flashopt_compile.distributed import shards
 from flashopt_compile.engine.kernel import Kernel, eager
 from flashopt_compile.engine.layout import Layout, Part
 from flashopt_compile.engine.numbers import as_numbers, is_capturing
 from flashopt_compile.engine.plan import Given, Options, Plan, Work
+from flashopt_compile.engine.planner import Workspace
 from flashopt_compile.engine.step import Numbers, Step
 from flashopt_compile.engine.storage import Storage
 from flashopt_compile.inductor import compile as inductor
@@ -34,7 +36,7 @@ from flashopt_compile.options import (
     check_state,
     unread,
 )
-from flashopt_compile.rule import Rule
+from flashopt_compile.rule import Rule, unscaling
 
 Group = dict[str, Any]
 PLAIN = {Tensor, torch.nn.Parameter}  # what parameters are unless they are sharded
@@ -48,6 +50,7 @@ class Stepped(Protocol):
     state: Any
     eager: bool
     plan: Plan | None
+    workspace: Workspace | None  # if its plan shares one with others
     dtypes: dict[Tensor, torch.dtype]
     hyper: ClassVar[dict[str, Any]]
 
@@ -146,13 +149,22 @@ def tensors_of(storage: Storage, parameter: Tensor, grad: Tensor, state: dict[st
 
 
 def take(optimizer: Stepped) -> None:
+    """Step, by gradients that may be of a scaled loss."""
+    if scaling.is_scaled(optimizer):
+        scaling.take(optimizer, partial(_take, optimizer))
+    else:
+        _take(optimizer)
+
+
+def _take(optimizer: Stepped, inverse_scale: float | None = None) -> None:
     """Step by the plan, or by a new one if it no longer holds."""
     is_captured = is_capturing()
     if is_captured:
         _check_captured(optimizer)
-    given, options = _given(optimizer), [_options(optimizer, group) for group in optimizer.param_groups]
+    given = _given(optimizer)
+    options = [_options(optimizer, group, inverse_scale) for group in optimizer.param_groups]
     is_asked = any(group["skip_nonfinite"] or group["check_numerics"] for group in optimizer.param_groups)
-    may_step = partial(_may_step, optimizer) if is_asked else None
+    may_step = partial(_may_step, optimizer, options) if is_asked else None
     if optimizer.plan is not None and optimizer.plan.take(given, options, may_step):
         return
     if is_captured:
@@ -208,13 +220,20 @@ def _given(optimizer: Stepped) -> Given:
     return Given(parameters, kinds, idle, heads, grads, stored)
 
 
-def _options(optimizer: Stepped, group: Group) -> Options:
+def _options(optimizer: Stepped, group: Group, inverse_scale: float | None) -> Options:
     rule = optimizer.rule_of(group)
     values = tuple(group[name] for name, _ in rule.hyper)
     if group["decouple_lr"]:
         values = *values, group.get("initial_lr")
     hyper = partial(checked_hyper_of, type(optimizer), group)
+    if inverse_scale is not None:
+        rule, values = unscaling(rule), (*values, inverse_scale)
+        hyper = partial(_with_inverse_scale, hyper, inverse_scale)
     return Options((rule, *_fixed_of(group)), values, hyper, group["replayable"])
+
+
+def _with_inverse_scale(hyper: Callable[[], dict[str, Any]], inverse_scale: float) -> dict[str, Any]:
+    return {**hyper(), "inverse_scale": inverse_scale}
 
 
 def _check(optimizer: Stepped, work: list[Trained]) -> None:
@@ -231,13 +250,15 @@ def _check(optimizer: Stepped, work: list[Trained]) -> None:
         check_state(owner, name, state, optimizer.storage(group, parameter).parts(tuple(parameter.shape)))
 
 
-def _may_step(optimizer: Stepped) -> bool:
+def _may_step(optimizer: Stepped, options: list[Options]) -> bool:
     """Whether all gradients allow a step. Raise NumericsError if a group would lose its updates."""
     if is_skipped(optimizer.param_groups):
         return False
+    positions = _positions(optimizer)
     for group, name, parameter, state in trained(optimizer):
         if group["check_numerics"] and parameter.grad is not None:
-            step, numbers = step_of(optimizer, group, parameter), as_numbers(hyper_of(type(optimizer), group))
+            own = options[positions[id(group)]]
+            step, numbers = step_of(optimizer, group, parameter, own.rule), as_numbers(own.hyper())
             tensors = tensors_of(step.storage, parameter, gradient(parameter), state)
             numerics.check_numerics(name, step, tensors, state["step"] + 1, numbers)
     return True
@@ -257,10 +278,11 @@ def is_skipped(groups: Sequence[Group]) -> bool:
 
 def _new_plan(optimizer: Stepped, work: list[Trained], options: list[Options]) -> Plan:
     """Work out how to step."""
-    positions = {id(group): position for position, group in enumerate(optimizer.param_groups)}
+    positions = _positions(optimizer)
     items = []
     for group, _, parameter, state in work:
-        step, own = step_of(optimizer, group, parameter), shards.local(parameter)
+        position, own = positions[id(group)], shards.local(parameter)
+        step = step_of(optimizer, group, parameter, options[position].rule)
         state["step"] = state["step"].to(count_device(group, parameter))  # elsewhere if `capturable` has changed
         keys = step.storage.parts(tuple(own.shape))
         parts = [
@@ -269,8 +291,13 @@ def _new_plan(optimizer: Stepped, work: list[Trained], options: list[Options]) -
         ]
         places = shards.start(parameter), shards.row_starts(parameter, step.storage)
         layout = Layout.of(step.storage, own.shape, *places)
-        items.append(Work(state["step"], parts, layout, step, positions[id(group)]))
-    return Plan(_given(optimizer), options, items, _uncompiled if optimizer.eager else inductor.kernel)
+        items.append(Work(state["step"], parts, layout, step, position))
+    kernels = _uncompiled if optimizer.eager else inductor.kernel
+    return Plan(_given(optimizer), options, items, kernels, optimizer.workspace)
+
+
+def _positions(optimizer: Stepped) -> dict[int, int]:
+    return {id(group): position for position, group in enumerate(optimizer.param_groups)}
 
 
 def _contiguous(tensor: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from flashopt_compile import scaling
 from flashopt_compile.distributed import shards
 from flashopt_compile.engine.numbers import as_number, as_numbers, floats, leaves
 from flashopt_compile.engine.step import Numbers
@@ -65,6 +66,12 @@ def trace(optimizer: Traced, alone: bool) -> None:
     As one operator, which runs our own kernels. Operation by operation if the optimizer is `eager`, and if a group is
     capturable: a CUDA graph cannot repeat what our operators look up on the host.
     """
+    if (optimizer.is_traced or not alone) and scaling.is_scaled(optimizer):
+        raise RuntimeError(
+            f"{type(optimizer).__name__}: torch.amp.GradScaler leaves fp16 gradients to the step, which torch.compile "
+            "can only trace alone and with eager=False, capturable=False; leave scaler.step(opt) out of what you "
+            "compile, and compile opt.step."
+        )
     if optimizer.is_traced:
         operator.prepare(optimizer.handle_name)
         # Outside of no_grad: a graph that ends here, by what the operator raises, would leave autograd off.

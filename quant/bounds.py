@@ -40,6 +40,8 @@ LEVELS = sympy.Symbol("L", positive=True, integer=True)
 # Roundings in encode (ratio, bend, levels) and decode (levels, inverse bend, scale), with room for two more.
 FP32_ROUNDINGS = 8
 LEAST_FP32 = 2.0**-149
+# A GPU's `rsqrt` is within two ulps (PTX: 2^-22.9; AMD: one ulp).
+INVERSE_ROOT = sympy.Rational(1, 2**22)
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,20 @@ def grouped_bound(format: Grouped, rounding: str = "nearest") -> Bound:
         expression=SCALE * (step + arithmetic) + LEAST_FP32,
         sentence=f"at most {float(step):.2%} of the group's scale",
     )
+
+
+def gpu_distance(format: Grouped) -> sympy.Expr:
+    """How many codes a GPU's unrounded code may lie from a CPU's, for the same value and scale.
+
+    A dithered code differs, by one, with no greater probability on average. With ψ(y) = yⁿ and n = 2^k, a GPU takes
+    inverse roots, each off by `INVERSE_ROOT`, of which 2k reach the code (halves of some, which later roots leave). All
+    other roundings, a CPU's and a GPU's, are of 2^-24 and eleven at most.
+    """
+    degree = format.compander.inverse.as_base_exp()[1]
+    if degree not in (2, 4):
+        raise ValueError(f"compander {format.compander.name!r} has the same formulas on a GPU.")
+    roots = 2 * sympy.log(degree, 2)
+    return format.levels * (roots * INVERSE_ROOT + 11 * sympy.Rational(1, 2**24))
 
 
 def mean_error() -> sympy.Expr:

@@ -13,7 +13,7 @@ import torch
 from sympy.printing.pycode import PythonCodePrinter
 from torch import Tensor
 
-from quant.ulp import once, spread, sqrt, with_sign
+from quant.ulp import fourth_root, inverse_root, inverse_root_of_size, on_gpu, once, spread, sqrt, with_sign
 
 X = sympy.Symbol("x", real=True)
 Y = sympy.Symbol("y", positive=True)
@@ -108,6 +108,27 @@ class Compander:
         return int(exponent) if base == Y and exponent in (2, 4, 8) else None
 
     def _compressor(self, levels: int) -> TorchFunction:
+        if not self._degree:
+            return self._quotient(levels)
+        on_cpu, squares = self._quotient(levels), int(self._degree).bit_length() - 1
+
+        def compress(value: Tensor, scale: Tensor) -> Tensor:
+            if not on_gpu(value):
+                return on_cpu(value, scale)
+            for _ in range(squares - 1):
+                scale = scale * inverse_root_of_size(scale)
+            if self.odd:
+                for _ in range(squares):
+                    value = value * inverse_root_of_size(value)
+            else:
+                for _ in range(squares // 2):
+                    value = fourth_root(value)
+                value = sqrt(value) if squares % 2 else value
+            return value * spread(inverse_root(scale) * levels, value)
+
+        return compress
+
+    def _quotient(self, levels: int) -> TorchFunction:
         phi = levels * sympy.simplify(self.expression.subs(X, VALUE))
         merged = _torch_function(phi.subs(VALUE, VALUE / SCALE), self.odd)
         exponents = [sympy.fraction(power.exp) for power in phi.atoms(sympy.Pow)]
@@ -132,6 +153,8 @@ class Compander:
         """scale · (codes / levels)^n as a power of one product, which contains the scale's root."""
 
         def expand(codes: Tensor, scale: Tensor) -> Tensor:
+            if on_gpu(codes):
+                return expand_on_gpu(codes, scale)
             root = scale
             for _ in range(squares):
                 root = sqrt(root)
@@ -141,6 +164,16 @@ class Compander:
             for _ in range(squares):
                 power = torch.square(power)
             return with_sign(power, y) if self.odd else power
+
+        def expand_on_gpu(codes: Tensor, scale: Tensor) -> Tensor:
+            # The first square is exact, and takes in the levels: one root of the scale less.
+            for _ in range(squares - 1):
+                scale = scale * inverse_root_of_size(scale)
+            square = codes * codes.abs() if self.odd else torch.square(codes)
+            power = square * spread(scale * levels**-2, codes)
+            for _ in range(squares - 1):
+                power = power * power.abs() if self.odd else torch.square(power)
+            return power
 
         return expand
 

@@ -7,7 +7,7 @@ shard, so a resumed or resharded run continues bit for bit.
 import torch
 from torch import Tensor
 
-from quant.ulp import STATE_NOISE_BITS, WEIGHT_NOISE_BITS, once
+from quant.ulp import STATE_NOISE_BITS, WEIGHT_NOISE_BITS, on_gpu, once
 
 # Odd 32-bit constants as signed int32 values: Knuth's and Weyl's for the counters, one from the "lowbias32"
 # finalizer, and one per word of noise.
@@ -37,6 +37,8 @@ def mix_phases(phases: Tensor) -> Tensor:
 def noise(bits: Tensor, stream: int) -> Tensor:
     """Draw int32 numbers with the stream's number of bits. Each stream is a different draw from the same `mix`."""
     word, shift, count = STREAMS[stream]
+    if on_gpu(bits):  # shifted by the product, so that all masks become part of a shift
+        return ((bits * _signed(WORDS[word] << (32 - shift - count))) >> (32 - count)) & (2**count - 1)
     return ((bits * WORDS[word]) >> shift) & (2**count - 1)
 
 
@@ -44,7 +46,14 @@ def phases_of(index: Tensor) -> Tensor:
     """The phase of each `index`, a whole number of any size."""
     # The bit operation stops Inductor's index algebra. It would merge the constants of an index with ours into one of
     # more than 32 bits, by which Triton refuses to multiply an index.
+    if on_gpu(index):  # 32-bit products wrap around
+        return (index.to(torch.int32) & -1) * INDEX_STRIDE
     return _times(index.to(torch.int64) & -1, INDEX_STRIDE)
+
+
+def _signed(number: int) -> int:
+    """The low 32 bits as a signed number. No branch, as it may be symbolic in Dynamo."""
+    return (number + 2**31) % 2**32 - 2**31
 
 
 def step_phase(step: Tensor) -> Tensor:
@@ -54,9 +63,7 @@ def step_phase(step: Tensor) -> Tensor:
 
 def phase_of(index: int, device: torch.device | str = "cpu") -> Tensor:
     """The phase of a Python number, as a 0-dim tensor."""
-    # No branch, as the index may be symbolic in Dynamo.
-    phase = (index * INDEX_STRIDE + 2**31) % 2**32 - 2**31
-    return torch.full((), phase, dtype=torch.int32, device=device)
+    return torch.full((), _signed(index * INDEX_STRIDE), dtype=torch.int32, device=device)
 
 
 def _times(number: Tensor, stride: int) -> Tensor:

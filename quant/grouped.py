@@ -16,7 +16,7 @@ from quant.compand import FOURTH_ROOT, LINEAR, SIGNED_ROOT, SOFTSIGN, SQUARE_ROO
 from quant.dither import block_phases, mix_phases, noise, phase_of, step_phase
 from quant.format import Part, check_dtype, check_out
 from quant.rows import Rows
-from quant.ulp import largest, once, round_up, spread, whole
+from quant.ulp import at_least, largest, on_gpu, once, round_up, spread, whole
 
 MIN_SCALE = 2.0**-118  # below, 127/scale would overflow
 # A group whose largest value exceeds a scale by this little keeps that scale. Rounding alone may cause the excess:
@@ -85,13 +85,15 @@ class Grouped:
         """
         size = largest(x, groups, for_gcc)
         finite = size <= self.compander.largest_scale(self.levels)
-        scale = once(round_up(size.clamp(min=MIN_SCALE) * (1 - SLACK)))
-        kept = once(-finite.to(torch.int32))  # all bits or none
+        scale = once(round_up(at_least(size, MIN_SCALE) * (1 - SLACK)))
         never_zero = None if self.signed else x
         codes = whole(
             self._compress(x, scale), -self.levels, self.levels, noise, never_zero=never_zero, for_gcc=for_gcc
         )
-        codes = codes.to(self.dtype) & spread(kept, x).to(self.dtype)
+        codes = codes.to(self.dtype)
+        if not on_gpu(x):  # where these codes are of no use: their scale is NaN
+            kept = once(-finite.to(torch.int32))  # all bits or none
+            codes = codes & spread(kept, x).to(self.dtype)
         scale = torch.where(finite, torch.where(size > 0, scale, 0.0), math.nan)
         return codes, scale.to(torch.bfloat16)
 

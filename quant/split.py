@@ -16,6 +16,7 @@ from torch import Tensor
 from quant.format import Part, check_dtype, check_same_shape
 from quant.ulp import (
     NARROW_FLOATS,
+    SIZE,
     WEIGHT_NOISE_BITS,
     NarrowFloat,
     binade,
@@ -25,11 +26,13 @@ from quant.ulp import (
     narrowed,
     nearest,
     nearest_fast,
+    on_gpu,
     once,
     overflow,
     select,
     spacing,
     two_over,
+    two_over_binade,
     whole,
     widened,
 )
@@ -89,7 +92,7 @@ class Split:
         return value - (0.0 - correction)  # −0.0 minus zero is −0.0; plus zero it would be 0.0
 
     def decode_fast(self, head: Tensor, tail: Tensor) -> Tensor:
-        value, correction = self._terms(head, tail)
+        value, correction = self._terms(head, tail, share=self._short(head))
         return value + correction
 
     def advance(
@@ -101,6 +104,8 @@ class Split:
         to find the new head. Dither keeps updates alive down to 2^-29 of the weight. A weight moved by zero keeps
         its parts. A non-finite weight or move gives Inf or NaN.
         """
+        if self._is_quick(head):
+            return self._advance_on_gpu(head, tail, by, noise)
         value, correction = self._terms(head, tail)
         rest = correction + by
         rounded = nearest_fast(value + rest, self.narrow)
@@ -122,6 +127,20 @@ class Split:
         codes = whole(codes, -self.levels, self.levels, noise, WEIGHT_NOISE_BITS, for_gcc=for_gcc)
         return narrowed(rounded, self.narrow, for_gcc), codes.to(self.tail)
 
+    def _advance_on_gpu(self, head: Tensor, tail: Tensor, by: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`advance` of an 8-bit tail without its comparisons and choices.
+
+        Where a weight is moved by zero, all of this is exact but for the rounding of a tie, which the largest tails
+        make. `decode_fast` shortens corrections, so that it is none.
+        """
+        value, correction = self._terms(head, tail)
+        rounded = nearest_fast(self.decode_fast(head, tail) + by, self.narrow)
+        rest = correction + by
+        rest = rest - (rounded - value)
+        codes = (rest * two_over_binade(rounded, self.narrow)) * self._codes
+        codes = whole(codes, -self.levels, self.levels, noise, WEIGHT_NOISE_BITS)
+        return rounded.to(self.head), codes.to(self.tail)
+
     def resolution(self, head: Tensor, tail: Tensor) -> Tensor:
         return spacing(head.to(torch.float32), self.narrow) * (0.5 / self.levels)
 
@@ -130,15 +149,30 @@ class Split:
         """The last bit of the noise; beside large codes of 15 bits fp32 ends earlier."""
         return 2.0**-WEIGHT_NOISE_BITS
 
+    def _short(self, head: Tensor) -> float:
+        """On a GPU, the factor that takes two fp32 ulps of the weight from the largest correction; else 1."""
+        return 1 - 2.0 ** (self.narrow.significand_bits - 22) if self._is_quick(head) else 1.0
+
+    def _is_quick(self, head: Tensor) -> bool:
+        return on_gpu(head) and self.tail == torch.int8
+
     @property
     def _codes(self) -> float:
         """The number of codes in half the power of two at or below a head."""
         return self.levels * 2.0 ** (self.narrow.significand_bits - 1)
 
-    def _terms(self, head: Tensor, tail: Tensor, bounded: bool = False) -> tuple[Tensor, Tensor]:
-        """The values of head and tail, which add to the weight. Unless `bounded`, the tail's is NaN for some Infs."""
+    def _terms(self, head: Tensor, tail: Tensor, bounded: bool = False, share: float = 1.0) -> tuple[Tensor, Tensor]:
+        """The values of head and tail, which add to the weight. Unless `bounded`, the tail's is NaN for some Infs.
+
+        On a GPU, only a `share` of the tail's is asked for.
+        """
         value = widened(head)
-        return value, (tail.to(torch.float32) * (0.5 / self._codes)) * binade(value, self.narrow, bounded)
+        if self.narrow.is_cut_fp32 and on_gpu(head):
+            # Count the tail in the bits below the head's, from their middle, so that it does not reach the head.
+            middle = (bits_of(value) & SIZE) | 0x8000
+            moved = middle + tail.to(torch.int32) * (0x8000 // (self.levels + 1))
+            return value, (from_bits(moved) - from_bits(middle)) * (share * (self.levels + 1) / self.levels)
+        return value, (tail.to(torch.float32) * (share * 0.5 / self._codes)) * binade(value, self.narrow, bounded)
 
 
 @dataclass(frozen=True)

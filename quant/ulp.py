@@ -4,13 +4,15 @@ The bits of a float, read as an integer, rise with its magnitude: a mask gives t
 rounds it. Viewing one as the other costs nothing on a GPU, nor in Inductor's C++, where the compiler removes the loop
 that copies the bits (docs/performance.md says when). We never cast to 16 bits and back: Inductor folds
 fp32 → bf16 → fp32 to the identity. Every formula gives the same bits whether or not a compiler contracts a multiply
-and an add into one FMA.
+and an add into one FMA, unless it says otherwise.
 
-`for_gcc` gives the same bits with operations that gcc can vectorize. It is set where Inductor writes loops over single
-elements and leaves vectors to gcc.
+Tensors that are `on_gpu` go through formulas of fewer machine instructions, whose roots and quotients are a few ulps
+off (docs/gpu.md has the bounds). `for_gcc` gives the same bits with operations that gcc can vectorize. It is set where
+Inductor writes loops over single elements and leaves vectors to gcc.
 """
 
 import math
+import struct
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor
 EXPONENT = 0x7F800000
 SIZE = 0x7FFFFFFF
 SIGN = -(2**31)
+LEAST_NORMAL = 2.0**-126
 # Bits of noise. Weights use as many as fp32 has after an 8-bit code. Codes of states come back from fp32 arithmetic off
 # by up to 8e-5, so states use few enough bits that rounding restores the codes.
 WEIGHT_NOISE_BITS = 14
@@ -48,6 +51,11 @@ FP16 = NarrowFloat(torch.float16, significand_bits=11, min_exponent=-14)
 NARROW_FLOATS = {narrow.dtype: narrow for narrow in (BF16, FP16)}
 
 
+def on_gpu(x: Tensor) -> bool:
+    """Whether to compute on x as GPUs do it best. A rule's formulas need not be told: their tensors know."""
+    return x.device.type != "cpu"
+
+
 def bits_of(x: Tensor) -> Tensor:
     return x.view(torch.int32)
 
@@ -62,6 +70,8 @@ def select(condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
     A C++ compiler may turn a choice into a branch, to skip work that only one side needs. It cannot vectorize loops
     with branches.
     """
+    if on_gpu(x):
+        return torch.where(condition, x, y)
     mask = -condition.to(torch.int32)
     if x.dtype == torch.int32:
         return (x & mask) | (y & ~mask)
@@ -79,6 +89,14 @@ def binade(x: Tensor, narrow: NarrowFloat, bounded: bool = True) -> Tensor:
 def two_over(power: Tensor) -> Tensor:
     """2 / a power of two, exactly. 1 / the largest power would be subnormal."""
     return from_bits(EXPONENT - bits_of(power))
+
+
+def two_over_binade(x: Tensor, narrow: NarrowFloat) -> Tensor:
+    """`two_over(binade(x, narrow))` in one mask and one minimum, but for Inf and NaN, whose result is 0.
+
+    The complement of a biased exponent is 255 minus that exponent.
+    """
+    return from_bits((~bits_of(x) & EXPONENT).clamp(max=EXPONENT - ((narrow.min_exponent + 127) << 23)))
 
 
 def spacing(x: Tensor, narrow: NarrowFloat) -> Tensor:
@@ -99,12 +117,14 @@ def nearest(x: Tensor, narrow: NarrowFloat) -> Tensor:
 def nearest_fast(x: Tensor, narrow: NarrowFloat) -> Tensor:
     """`nearest`, except that ties may go either way and Inf may become NaN.
 
-    On a CPU a NaN with bits that bf16 lacks may become zero. GPUs make such NaNs, CPUs do not.
+    On a CPU a NaN with bits that bf16 lacks may become zero. GPUs make such NaNs, CPUs do not: there, Inf and NaN times
+    zero make NaN of whatever they were rounded to. Beyond fp16's largest value a GPU returns what a cast makes Inf.
     """
     if narrow.is_cut_fp32:
         rounded = from_bits((bits_of(x) + 0x8000) & -0x10000)
-        return rounded if x.device.type == "cpu" else torch.where(x == x, rounded, x)
-    return overflow(_pushed(x, binade(x, narrow), narrow), narrow)
+        return rounded + x * 0.0 if on_gpu(x) else rounded
+    pushed = _pushed(x, binade(x, narrow), narrow)
+    return pushed if on_gpu(x) else overflow(pushed, narrow)
 
 
 def _pushed(x: Tensor, power: Tensor, narrow: NarrowFloat) -> Tensor:
@@ -131,6 +151,8 @@ def narrowed(x: Tensor, narrow: NarrowFloat, for_gcc: bool = False) -> Tensor:
 
 def widened(x: Tensor) -> Tensor:
     """Convert floats, or fp16 as bits in int16, to fp32. Compilers without fp16 vectors take it as bits."""
+    if x.dtype == torch.bfloat16 and on_gpu(x):  # a conversion of the upper of two halves takes two instructions
+        return from_bits(x.view(torch.int16).to(torch.int32) << 16)
     if x.dtype != torch.int16:
         return x.to(torch.float32)
     bits = x.to(torch.int32)
@@ -153,10 +175,10 @@ def with_sign(size: Tensor, x: Tensor) -> Tensor:
 
 def largest(x: Tensor, groups: int = 1, for_gcc: bool = False) -> Tensor:
     """The largest |x| of each group in each row, or NaN if the group has one."""
-    if x.device.type != "cpu":
-        return x.abs().unflatten(-1, (groups, -1)).amax(-1)
     # `amax` of floats checks for NaN in each step; of integers it does not.
     sizes = bits_of(x) & SIZE
+    if on_gpu(x):
+        return from_bits(sizes.unflatten(-1, (groups, -1)).amax(-1))
     if for_gcc:
         if groups == 1:
             return from_bits(sizes.amax(-1, keepdim=True))
@@ -166,6 +188,14 @@ def largest(x: Tensor, groups: int = 1, for_gcc: bool = False) -> Tensor:
     if sizes.shape[-1] % 2 == 0:  # only for floats do Inductor's own vectors have a fast last step
         sizes = torch.maximum(*sizes.unflatten(-1, (2, -1)).unbind(-2))
     return from_bits(sizes).abs().amax(-1)
+
+
+def at_least(size: Tensor, least: float) -> Tensor:
+    """`size` ≥ 0, or `least` where that is larger. NaN stays NaN, for which a GPU has to compare floats twice."""
+    if not on_gpu(size):
+        return size.clamp(min=least)
+    (bits,) = struct.unpack("i", struct.pack("f", least))
+    return from_bits(bits_of(size).clamp(min=bits))
 
 
 def spread(numbers: Tensor, over: Tensor) -> Tensor:
@@ -227,11 +257,44 @@ def sqrt(x: Tensor) -> Tensor:
     """The correctly rounded square root, the same bits in eager as compiled.
 
     Inductor emits the hardware's root, which is exact. Eager CPU tensors go through a vector library that is
-    an ulp off for up to a fifth of all inputs, so their root is taken in float64.
+    an ulp off for up to a fifth of all inputs, so their root is taken in float64. On a GPU an exact root takes 13
+    instructions; the square of `fourth_root` takes 3 and is a few ulps off.
     """
+    if on_gpu(x):
+        return torch.square(fourth_root(x))
     if torch.compiler.is_compiling() or x.dtype != torch.float32:
         return x.sqrt()
     return x.double().sqrt().float()
+
+
+def inverse_root(x: Tensor) -> Tensor:
+    """1/√x of x ≥ 0, for GPUs, which do this in one instruction and 2 ulps."""
+    return x.rsqrt()
+
+
+def fourth_root(x: Tensor) -> Tensor:
+    """The fourth root of x ≥ 0, for GPUs: the inverse root of the inverse root, which is right for 0 and Inf too."""
+    return inverse_root(inverse_root(x))
+
+
+def inverse_root_of_size(x: Tensor) -> Tensor:
+    """1/√|x|, for GPUs; for 0 it is finite, so that its product with x is 0. `largest` needs these bits too."""
+    return at_least(from_bits(bits_of(x) & SIZE), LEAST_NORMAL).rsqrt()
+
+
+def quotient(x: Tensor, y: Tensor) -> Tensor:
+    """x / y of y ≥ 0. On a GPU a division takes 8 instructions, and twice the inverse root 3."""
+    if not on_gpu(y):
+        return x / y
+    inverse = inverse_root(y)
+    return x * inverse * inverse
+
+
+def sign(x: Tensor) -> Tensor:
+    """−1, 0 or 1; 0 for NaN."""
+    if not on_gpu(x):
+        return x.sign()
+    return torch.where(x.abs() > 0, from_bits((bits_of(x) & SIGN) | 0x3F800000), 0.0)
 
 
 def once(x: Tensor, by: Tensor | None = None) -> Tensor:
@@ -240,4 +303,4 @@ def once(x: Tensor, by: Tensor | None = None) -> Tensor:
     Inductor stores what `as_strided` takes. A GPU's kernel holds a group in registers, and storing would take a second
     kernel. If x is a number, which is on the CPU for kernels of every device, `by` is the tensor that uses it.
     """
-    return x.as_strided(x.shape, x.stride()) if (x if by is None else by).device.type == "cpu" else x
+    return x.as_strided(x.shape, x.stride()) if not on_gpu(x if by is None else by) else x

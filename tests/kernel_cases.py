@@ -109,17 +109,38 @@ def of_a_training(step: Step, shape: tuple[int, ...], grad_dtype: torch.dtype, s
     return tensors
 
 
-def run_eager(step: Step, tensors: list[Tensor], t: int) -> None:
-    with exact_roots():
+def run_eager(step: Step, tensors: list[Tensor], t: int, like_a_gpu: bool = True) -> None:
+    """Step a parameter in place, uncompiled, by a GPU's formulas or by a CPU's."""
+    with like_gpu() if like_a_gpu else exact_roots():
         for block, place in zip(*blocks_of(step, [tensors]), strict=True):
             step(block, torch.tensor(float(t)), place, numbers(step, hyper_of(step)))
 
 
 class _ExactRoots(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in (torch.sqrt, torch.Tensor.sqrt) and args[0].dtype == torch.float32:
-            return args[0].double().sqrt().float()
+        for root in ("sqrt", "rsqrt"):
+            if function in (getattr(torch, root), getattr(Tensor, root)) and args[0].dtype == torch.float32:
+                return getattr(args[0].double(), root)().float()
         return function(*args, **(kwargs or {}))
+
+
+class _LikeGpu(_ExactRoots):
+    """Say of all tensors, but of numbers, that they are on a GPU, and keep them where they are."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if function == Tensor.device.__get__:  # pyright: ignore[reportAttributeAccessIssue]
+            return torch.device("cuda") if args[0].dim() else function(*args)
+        if kwargs.get("device") == torch.device("cuda"):
+            kwargs["device"] = "cpu"
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+@contextmanager
+def like_gpu() -> Iterator[None]:
+    """Compute by a GPU's formulas on the CPU, with correctly rounded roots."""
+    with _LikeGpu():
+        yield
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashopt_compile.engine.kernel import Bound, ComputedKernel, Kernel, Kernels, Operation, run_at_once
+from flashopt_compile.engine.kernel import Bound, ComputedKernel, Copying, Kernel, Kernels, run_at_once
 from flashopt_compile.engine.layout import Block, Layout, Part
 from flashopt_compile.engine.planner import Item, Planner
 from flashopt_compile.engine.step import Numbers, Place, Step
@@ -77,8 +77,8 @@ class _WatchedKernel:
         self._seen.counts.append(t.item())
         return self._kernel.bind(block, t, numbers)
 
-    def copy(self, target: Tensor, source: Tensor) -> list[Operation]:
-        return self._kernel.copy(target, source)
+    def copying(self, target: Tensor, source: Tensor) -> Copying:
+        return self._kernel.copying(target, source)
 
 
 def with_calls_of(kernels: Kernels, most_elements: int) -> Kernels:

@@ -26,7 +26,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from flashopt_compile import FlashAdamW, FlashSGD, flashoptim_state_dict, load, save
+from flashopt_compile import FlashAdamW, FlashSGD, enable_gradient_release, flashoptim_state_dict, load, save
 
 
 def steps_like_one_process(folder: Path, kind: str) -> None:
@@ -102,6 +102,53 @@ def trains_in_parallel(folder: Path) -> None:
         theirs = mine.clone()
         distributed.broadcast(theirs, 0)
         assert torch.equal(mine, theirs)
+
+
+def releases(folder: Path) -> None:
+    """Gradients are released under FSDP2, whose own hooks call ours with the reduced gradient of the shard."""
+    names = [name for name in SHAPES if name != "experts"]  # FSDP2 takes parameters of one dtype
+    clipped: dict[str, Any] = {"clip_norm": 1.0, "clip_mode": "exact"}
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    ways: list[dict[str, Any]] = [{}, clipped, {"clip_param_norm": 0.5, "clip_value": 1.0}, {"grad_scaler": scaler}]
+    for way in ways:
+        made = [sharded(shapes=names) for _ in range(2)]
+        optimizers = [FlashAdamW(each.parameters(), lr=1e-2, eager=True) for each in made]
+        handle = enable_gradient_release(made[0], optimizers[0], **way)
+        for x in (0.5, -1.0, 2.0):
+            loss = made[0](torch.tensor(x))
+            handle.backward(scaler.scale(loss) if "grad_scaler" in way else loss)
+            assert all(each.grad is None for each in made[0].parameters())
+            made[1](torch.tensor(x)).backward()
+            for each in made[1].parameters():
+                if "clip_value" in way:
+                    each.grad.clamp_(-1.0, 1.0)
+                    nn.utils.clip_grad_norm_([each], 0.5)
+            if "clip_norm" in way:
+                nn.utils.clip_grad_norm_(made[1].parameters(), 1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            if "grad_scaler" in way:
+                scaler.step(optimizers[0])
+                scaler.update()
+        assert_same(*(everything(*pair) for pair in zip(made, optimizers, strict=True)))
+
+
+def releases_with_sums(folder: Path) -> None:
+    """Micro-batches and the previous norm give every number of processes the same weights as one."""
+    names = ["ragged", "bias", "large"]
+    model, single = sharded(shapes=names), Net(shapes=names)
+    results = []
+    for each in (model, single):
+        optimizer = FlashSGD(each.parameters(), lr=1e-2, eager=True)
+        handle = enable_gradient_release(each, optimizer, clip_norm=1e4)
+        for x in (0.5, -1.0, 2.0, 1.0):
+            with handle.accumulate():
+                each(torch.tensor(x)).backward()
+            each(torch.tensor(-x)).backward()
+            optimizer.step()
+        results.append(everything(each, optimizer))
+    assert_same(*results)
 
 
 def write_checkpoints(folder: Path, kind: str) -> None:

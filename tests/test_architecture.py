@@ -15,7 +15,8 @@ ORDER: dict[str, list[str]] = {
     "quant": ["ulp", "format", "rows", "dither", "split", "compand", "grouped", "bounds"],
     "flashopt_compile": [
         *("rule", "rules", "engine", "inductor", "distributed", "options", "checkpoint", "inspection"),
-        *("stepping", "tracing", "cast", "optimizer", "optimizers", "checkpoint.archive"),
+        *("scaling", "stepping", "tracing", "release.selection", "cast", "optimizer", "optimizers", "release"),
+        "checkpoint.archive",
         "planning",
         *("kernels", "commands", "cli", "__main__"),
     ],
@@ -24,16 +25,19 @@ ORDER: dict[str, list[str]] = {
         *("storage", "step", "numbers", "layout", "kernel", "pack", "counts", "calls", "planner", "plan"),
     ],
     "flashopt_compile.inductor": [
-        *("versions", "probes", "tiles", "gcc", "bind", "example", "transpose", "compile", "operator"),
+        *("versions", "probes", "tiles", "gcc", "bind", "example", "copies", "transpose"),
+        *("interleave", "compile", "operator", "backward"),
     ],
     "flashopt_compile.distributed": ["shards"],
     "flashopt_compile.checkpoint": [
         *("values", "marks", "plain", "flashoptim", "foreign", "states", "weights", "file", "beside", "archive"),
     ],
     "flashopt_compile.inspection": ["memory", "numerics", "patience"],
+    "flashopt_compile.release": ["selection", "clipping", "scaling", "sums", "watch", "checks", "round", "handle"],
     "flashopt_compile.planning": ["configs", "peers", "plan"],
     "flashopt_compile.kernels": [
-        *("targets", "pretend", "source", "emit", "traffic", "offline", "interpret", "stray", "report"),
+        *("targets", "pretend", "source", "emit", "traffic", "instructions", "offline", "interpret", "stray"),
+        *("roofline", "report"),
     ],
     "flashopt_compile.commands": ["bench", "table", "plan", "convert", "inspect", "verify", "kernels"],
 }

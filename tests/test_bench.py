@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench import __main__ as command
-from bench import callers, formats, fresh, layouts, peers, speed
+from bench import callers, formats, fresh, layouts, peers, release, speed
 from bench.peers import Contender, Runner
 from bench.speed import QUICK, BaselineError, Comparison, Plan, blaming_baseline, race, rounds_of
 from bench.speed_picture import draw
@@ -197,6 +197,36 @@ def test_extra_memory_includes_memory_that_a_step_frees():
     assert extra_bytes is not None and 30 * 2**20 <= extra_bytes <= 40 * 2**20
 
 
+def test_memory_is_counted_beside_an_empty_process(monkeypatch: pytest.MonkeyPatch):
+    def ask(name: str, width: int, layers: int) -> int:
+        """A process of 1000 bytes, and 16 bytes per parameter more, or 7."""
+        return 1000 + (16 if "torch" in name else 7) * width**2 * layers
+
+    monkeypatch.setattr(release, "ask", ask)
+    torch_adamw, *ours = release.memory_rows(release.FULL)
+    assert release.FULL.parameters == 100_663_296
+    assert torch_adamw.value == 16 and [row.value for row in ours] == [7, 7]
+    assert all("FlashAdamW" in row.work for row in ours) and "an empty process" in ours[0].note
+
+
+@pytest.mark.skipif(not fresh.CLEAR_REFS.exists(), reason="needs Linux's high-water mark of memory")
+def test_a_process_tells_its_peak_and_released_gradients_lower_it():
+    kept, released = (release.ask(name, 1024, 16) for name in list(release.WAYS)[1:])
+    assert 1.5 < (kept - released) / (1024 * 1024 * 16) < 2.5
+
+
+def test_steps_with_released_gradients_are_timed_beside_ordinary_ones(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(release, "FlashAdamW", partial(release.FlashAdamW, eager=True))
+    rows = release.time_rows(release.QUICK)
+    assert [row.work.rpartition(", ")[2] for row in rows] == [
+        "not clipped",
+        "clip_mode='previous'",
+        "clip_mode='exact'",
+    ]
+    assert all(row.value == row.baseline_ms / row.ours_ms for row in rows if row.baseline_ms and row.ours_ms)
+    assert all(row.value for row in rows)
+
+
 def test_picture_draws_any_outcome(tmp_path: Path):
     rows = [
         Row("A", "B", Goal("≥", 1.0), 3.0, 2.0),
@@ -212,9 +242,10 @@ def test_picture_draws_any_outcome(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], ["speed", "layouts", "callers", "formats"]),
+        ([], ["speed", "layouts", "callers", "release", "formats"]),
         (["speed"], ["speed"]),
         (["callers"], ["callers"]),
+        (["release"], ["release"]),
         (["formats"], ["formats"]),
     ],
 )
@@ -228,6 +259,7 @@ def test_command_runs_what_it_is_asked_for(arguments: list[str], expected: list[
     monkeypatch.setattr(speed, "main", lambda quick, out: ran.append("speed"))
     monkeypatch.setattr(layouts, "main", lambda quick: ran.append("layouts"))
     monkeypatch.setattr(callers, "main", lambda quick: ran.append("callers"))
+    monkeypatch.setattr(release, "main", lambda quick: ran.append("release"))
     monkeypatch.setattr(formats, "main", missed_goal)
     command.main(arguments)
     assert ran == expected

@@ -49,7 +49,9 @@ def test_json_has_a_row_per_target_and_out_keeps_the_files(
         assert list(row) == list(KEYS)
         assert (row["kernels"], row["temporaries"]) == (1, 0)
         assert (row["read_bytes"], row["written_bytes"]) == (5.0, 3.0)
-        assert (row["registers"] is None) == (row["target"] == "xpu")
+        assert (row["registers"] is None) == (row["instructions"] is None) == (row["target"] == "xpu")
+        assert row["bound_by"].keys() == row["ps_per_element"].keys()
+        assert set(row["bound_by"].values()) <= {"memory", "issue", "XU"}
         assert row["spills"] in (0, None)
         assert "@triton.jit" in (tmp_path / row["target"] / "kernel0.py").read_text()
     assert ".target sm_90" in (tmp_path / "sm_90" / "kernel0.ptx").read_text()
@@ -58,13 +60,15 @@ def test_json_has_a_row_per_target_and_out_keeps_the_files(
 
 def test_the_table_says_what_could_not_be_compiled(own_rule: Path, capsys: pytest.CaptureFixture[str]):
     assert cli.main(["kernels", "--optimizer", f"{own_rule}:Plain", "--dtype", "fp32", "--target", "sm_90,xpu"]) == 0
-    heading, names, _, nvidia, intel = capsys.readouterr().out.splitlines()
+    heading, names, _, nvidia, intel, _, model, devices, _, *judged = capsys.readouterr().out.splitlines()
     assert heading.startswith("plain of weights as ")
     assert {"kernels", "temporaries", "least", "registers", "spills", "widest load"} <= set(
         cell.strip() for cell in names.split("  ")
     )
     assert "128 bit" in nvidia
     assert "emitted only" in intel
+    assert model.startswith("A model, no measurement") and devices.split()[:2] == ["device", "target"]
+    assert [line.split()[0] for line in judged] == ["H100", "H200"]
 
 
 @pytest.mark.parametrize(

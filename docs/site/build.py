@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: the README as the home page, sources that pages link to, signatures, places for pages to come."""
+"""Hooks of mkdocs: the README as the home page, sources that pages link to, signatures."""
 
 import inspect
 import re
@@ -11,7 +11,6 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parent.parent.parent
 LINK = re.compile(r"\]\((?P<up>\.\./)?(?P<path>[\w./-]+?\.(?:py|toml|json|md))(?P<anchor>#[\w-]+)?\)")
 SIGNATURE = re.compile(r"<!-- signature: (\w+) -->")
-PENDING = {"quality.md": "Quality", "release.md": "Gradient release"}
 LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json", ".md": "markdown"}
 
 
@@ -19,9 +18,6 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are made here."""
     home = (ROOT / "README.md").read_text(encoding="utf-8").replace("](docs/", "](")
     files.append(File.generated(config, "index.md", content=home))
-    for name, title in PENDING.items():
-        if files.get_file_from_path(name) is None:
-            files.append(File.generated(config, name, content=f"# {title}\n\nThis page is not written yet.\n"))
     for path in sorted({path for file in files.documentation_pages() for path in linked(file)}):
         text = (ROOT / path).read_text(encoding="utf-8")
         page = f"# {path}\n\n````{LANGUAGES[Path(path).suffix]}\n{text}````\n"

@@ -11,7 +11,7 @@ import torch
 from flashopt_compile.commands.table import phases, table
 from flashopt_compile.kernels.emit import emit
 from flashopt_compile.kernels.pretend import check_versions
-from flashopt_compile.kernels.report import HEAD, Row, keep, report
+from flashopt_compile.kernels.report import HEAD, MODEL, VERDICT_HEAD, Row, keep, report
 from flashopt_compile.kernels.targets import TARGETS, targets_of
 from flashopt_compile.optimizer import FlashOptimizer
 from flashopt_compile.rule import Rule
@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-quantize", dest="quantize", action="store_false", help="states in fp32")
     parser.add_argument("--rounding", choices=("dither", "nearest"), default="dither", help="(%(default)s)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep source, PTX and AMDGCN there")
-    parser.add_argument("--json", action="store_true", help="print a list of rows; bytes are per element")
+    parser.add_argument(
+        "--json", action="store_true", help="print a list of rows; bytes, instructions and xu are per element"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -70,8 +72,10 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps([row.figures() for row in rows], indent=2))
         return 0
     versions = ", ".join(f"{package} {version}" for package, version in installed.items())
-    print(f"{emitted.step}; {options.parameters} × {options.shape}; {versions}; bytes per element")
+    print(f"{emitted.step}; {options.parameters} × {options.shape}; {versions}; bytes, instructions and XU per element")
     print(table([HEAD, *(row.cells() for row in rows)]))
+    if judged := [cells for row in rows for cells in row.verdict_cells()]:
+        print(f"\n{MODEL}\n{table([VERDICT_HEAD, *judged])}")
     return 0
 
 

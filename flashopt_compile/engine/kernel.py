@@ -16,6 +16,8 @@ from flashopt_compile.engine.step import Numbers, Step
 Operation = partial[Any]
 # Head and gradient, beginning where the block does → what steps the block.
 Bound = Callable[[Tensor, Tensor], list[Operation]]
+# Target and source → what copies the source to the target.
+Copying = Callable[[Tensor, Tensor], list[Operation]]
 # The tensors of a parameter (head, gradient, then the rest), the position of its first element, step count, numbers.
 WholeStep = Callable[[Sequence[Tensor], int, Tensor, Numbers], None]
 
@@ -43,8 +45,8 @@ class Kernel(Protocol):
 
     def bind(self, block: Block, t: Tensor, numbers: Numbers) -> Bound: ...
 
-    def copy(self, target: Tensor, source: Tensor) -> list[Operation]:
-        """Operations that copy one large tensor to another, whatever their memory order."""
+    def copying(self, target: Tensor, source: Tensor) -> Copying:
+        """How large tensors of these shapes, strides and dtypes are copied, whatever their memory order."""
         ...
 
 
@@ -66,6 +68,10 @@ def copies(targets: list[Tensor], sources: Sequence[Tensor]) -> list[Operation]:
     return [partial(torch._foreach_copy_, targets, list(sources))] if targets else []  # pyright: ignore[reportPrivateImportUsage]
 
 
+def copied_by_torch(target: Tensor, source: Tensor) -> list[Operation]:
+    return copies([target], [source])
+
+
 @dataclass(frozen=True)
 class ComputedKernel:
     """Computes new parts, by a function like `Step.compute`, and stores them in the end."""
@@ -84,8 +90,8 @@ class ComputedKernel:
 
         return run
 
-    def copy(self, target: Tensor, source: Tensor) -> list[Operation]:
-        return copies([target], [source])
+    def copying(self, target: Tensor, source: Tensor) -> Copying:
+        return copied_by_torch
 
 
 def eager(step: Step) -> ComputedKernel:

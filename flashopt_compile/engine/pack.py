@@ -59,21 +59,23 @@ class Member(NamedTuple):
 
 
 class Scratch:
-    """Temporary memory that the packs of a plan share."""
+    """Temporary memory that the packs of a plan share, or those of several plans that step one after the other.
+
+    What has been given stays with the pack that it was given to, so the memory at least doubles when it grows.
+    """
 
     def __init__(self) -> None:
         self._memory: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+        self.bytes = 0
 
     def take(self, what: str, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return `elements` elements of the memory kept for `what`."""
         key = what, dtype, device
-        if key not in self._memory or len(self._memory[key]) < elements:
-            self._memory[key] = torch.zeros(elements, dtype=dtype, device=device)
+        known = len(self._memory[key]) if key in self._memory else 0
+        if known < elements:
+            self._memory[key] = torch.zeros(max(elements, 2 * known), dtype=dtype, device=device)
+            self.bytes += self._memory[key].nbytes
         return self._memory[key][:elements]
-
-    @property
-    def bytes(self) -> int:
-        return sum(each.nbytes for each in self._memory.values())
 
 
 class Pack:
@@ -126,9 +128,9 @@ class Pack:
                 self._guests += own
                 self._guest_places += places
             rest.append(whole)
-        # The padding of short groups must be zero, or it would enter their scales.
-        is_padded = not is_resident and any(member.is_padded for member in members)
-        self._to_clear = [self._head, self._grad, *rest] if is_padded else []
+        # The padding of short groups must be zero, or it would enter their scales. What is resident stays zero there.
+        shared = [self._head, self._grad, *([] if is_resident else rest)]
+        self._to_clear = shared if any(member.is_padded for member in members) else []
 
         phases = torch.zeros(self._groups, dtype=torch.int32, device=device)
         starts = [member.layout.group_starts(member.span, device) for member in members]

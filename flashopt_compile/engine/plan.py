@@ -12,8 +12,9 @@ from flashopt_compile.engine.counts import CapturableCounts, Counts
 from flashopt_compile.engine.kernel import Kernels, Operation, run_at_once
 from flashopt_compile.engine.layout import Layout, Part
 from flashopt_compile.engine.numbers import CapturableNumbers, KeptNumbers, leaves
-from flashopt_compile.engine.planner import Item, Planner
+from flashopt_compile.engine.planner import Item, Planner, Workspace
 from flashopt_compile.engine.step import Step
+from flashopt_compile.rule import Rule
 
 _dtype_of, _device_of, _layout_of = attrgetter("dtype"), attrgetter("device"), attrgetter("layout")
 _requires_grad = attrgetter("requires_grad")
@@ -26,6 +27,11 @@ class Options(NamedTuple):
     values: tuple[Any, ...]  # of the hyper-parameters, as the group has them
     hyper: Callable[[], Mapping[str, Any]]  # the same, checked, as the rule takes them
     is_capturable: bool = False  # numbers and counts lie on the parameters' device, and the host does not read them
+
+    @property
+    def rule(self) -> Rule:
+        """The rule that the group is stepped by: the first of the fixed options."""
+        return self.fixed[0]
 
 
 class Given(NamedTuple):
@@ -81,7 +87,14 @@ def depends_on(given: Given, options: Sequence[Options]) -> tuple[Any, ...]:
 class Plan:
     """A step worked out once and taken again for as long as nothing it depends on changes."""
 
-    def __init__(self, given: Given, options: Sequence[Options], work: Sequence[Work], kernels: Kernels) -> None:
+    def __init__(
+        self,
+        given: Given,
+        options: Sequence[Options],
+        work: Sequence[Work],
+        kernels: Kernels,
+        workspace: Workspace | None = None,
+    ) -> None:
         self._parameters = given.parameters  # kept, so that no other can get their ids
         devices = {each.group: head.device for each, head in zip(work, given.heads, strict=True)}
         self._numbers = [_kept_numbers(each, devices.get(group)) for group, each in enumerate(options)]
@@ -91,10 +104,10 @@ class Plan:
         for (counts, place), each, head, grad in zip(places, work, given.heads, given.grads, strict=True):
             t, taken, numbers = counts.next[place], counts.taken[place], self._numbers[each.group].numbers
             items.append(Item(each.step, each.layout, head, grad, each.parts, t, taken, numbers))
-        planner = Planner(kernels, items)
+        planner = Planner(kernels, items, workspace)
         self._stages = [(stage, self._counting([places[index] for index in stage.done])) for stage in planner.stages()]
         self._in_place = sorted(planner.in_place)
-        self.bytes = planner.bytes  # that it keeps between steps, beside the optimizer's state
+        self.bytes = planner.bytes  # that it alone keeps between steps, beside the optimizer's state
         for counts in self._counts:
             counts.settle()
         self._known = depends_on(given, options)

@@ -17,7 +17,7 @@ from quant.rows import Span
 # Parameters with fewer elements are packed: a call costs more than the copies.
 SMALL_ELEMENTS = 1 << 16
 # Elements of a non-contiguous parameter that are copied at a time.
-STAGED_ELEMENTS = 1 << 19
+STAGED_ELEMENTS = 1 << 20
 
 
 class Item(NamedTuple):
@@ -40,6 +40,17 @@ class Stage(NamedTuple):
     done: Sequence[int]
 
 
+class Workspace:
+    """Memory that the calls of a plan share, or those of several plans that step one after the other."""
+
+    def __init__(self) -> None:
+        self.scratch, self.tables = Scratch(), Tables()
+
+    @property
+    def bytes(self) -> int:
+        return self.scratch.bytes + self.tables.bytes
+
+
 @dataclass
 class _Waiting:
     """Members for the next pack of a kind."""
@@ -57,11 +68,10 @@ class _Waiting:
 class Planner:
     """Works out the calls of a step. What they keep between steps is counted in `bytes`."""
 
-    def __init__(
-        self, kernels: Kernels, items: Sequence[Item], scratch: Scratch | None = None, tables: Tables | None = None
-    ) -> None:
+    def __init__(self, kernels: Kernels, items: Sequence[Item], workspace: Workspace | None = None) -> None:
         self._kernels, self._items = kernels, items
-        self._scratch, self._tables = scratch or Scratch(), tables or Tables()
+        self._own, workspace = workspace is None, workspace or Workspace()
+        self._workspace, self._scratch, self._tables = workspace, workspace.scratch, workspace.tables
         self._shared = shared_memory([item.head for item in items])
         self._known: dict[tuple[Any, ...], Kernel] = {}
         self._waiting: dict[tuple[Any, ...], _Waiting] = {}
@@ -87,7 +97,7 @@ class Planner:
 
     @property
     def bytes(self) -> int:
-        return self._scratch.bytes + self._tables.bytes + self._phases_bytes
+        return self._phases_bytes + (self._workspace.bytes if self._own else 0)
 
     def _add(self, index: int, item: Item) -> None:
         kernel = self._kernel(item)
@@ -164,7 +174,7 @@ class Planner:
                 else self._scratch.take(f"staged {what}", elements, tensor.dtype, tensor.device).view(-1, *shape[1:])
                 for what, tensor in (("head", item.head), ("gradient", item.grad))
             )
-            inner = Planner(self._kernels, [item], self._scratch, self._tables)
+            inner = Planner(self._kernels, [item], self._workspace)
             parts = [part.cut(first * each, elements, layout.group_size, layout.columns) for part in item.parts]
             inner._cut(kernel, item, layout.cut(first * each, elements), parts, 0)
             inner._flush()

@@ -5,8 +5,8 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import count
 from types import CodeType, FunctionType
 from typing import Any
@@ -17,10 +17,10 @@ from torch import Tensor
 from flashopt_compile.engine.kernel import (
     Bound,
     ComputedKernel,
+    Copying,
     Kernel,
-    Operation,
     WholeStep,
-    copies,
+    copied_by_torch,
     eager,
     run_at_once,
 )
@@ -28,7 +28,7 @@ from flashopt_compile.engine.layout import Block, Layout, Part
 from flashopt_compile.engine.numbers import flat
 from flashopt_compile.engine.planner import Item, Planner
 from flashopt_compile.engine.step import Numbers, Place, Step, Table
-from flashopt_compile.inductor import bind, example, gcc, probes, transpose
+from flashopt_compile.inductor import bind, copies, example, gcc, interleave, probes
 
 OPTIONS: dict[str, Any] = {
     "size_asserts": False,  # what we have made ourselves needs no checks
@@ -133,8 +133,8 @@ class WholeKernel:
 
         return run
 
-    def copy(self, target: Tensor, source: Tensor) -> list[Operation]:
-        return copies([target], [source])
+    def copying(self, target: Tensor, source: Tensor) -> Copying:
+        return copied_by_torch
 
     def _run(self, tensors: Sequence[Tensor], t: Tensor, place: Place, numbers: Numbers) -> None:
         head, grad = tensors[:2]
@@ -157,20 +157,18 @@ class BoundKernel:
     most_elements: int = CALL_ELEMENTS
     is_deferred: bool = True
     whole: WholeStep | None = None
-    transpositions: dict[torch.dtype, transpose.Transposition | None] = field(default_factory=dict, compare=False)
 
     def bind(self, block: Block, t: Tensor, numbers: Numbers) -> Bound:
         return self.found.bind(block, t, numbers)
 
-    def copy(self, target: Tensor, source: Tensor) -> list[Operation]:
-        form = transpose.form_of(target.shape, target.stride(), source.stride())
-        if form is None:
-            return copies([target], [source])
-        if target.dtype not in self.transpositions:
-            key = transpose, target.dtype, torch.get_num_threads(), *probes.permission()
-            self.transpositions[target.dtype] = _remembered(key, lambda: _transposition(target.dtype))
-        found = self.transpositions[target.dtype]
-        return copies([target], [source]) if found is None else [found.operation(form, target, source)]
+    def copying(self, target: Tensor, source: Tensor) -> Copying:
+        for form in interleave.forms_of(target.shape, target.stride(), source.stride()):
+            way, dtype = form.way, form.way.dtype_for(target.dtype)
+            key = way, dtype, torch.get_num_threads(), *probes.permission()
+            found = _remembered(key, partial(_copier, way, dtype))
+            if found is not None:
+                return found.bind(form)
+        return copied_by_torch
 
 
 def _remembered(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
@@ -273,19 +271,21 @@ def _computing_kernel(step: Step, grad_dtype: torch.dtype, device: torch.device,
     return ComputedKernel(compiled, size)
 
 
-def _transposition(dtype: torch.dtype) -> transpose.Transposition | None:
-    """The bound copy between memory orders; None where there is none, and torch's own is used."""
-    noting = bind.Noting({**probes.known(OPTIONS), **gcc.wide_vectors()})
+def _copier(way: copies.Way, dtype: torch.dtype) -> copies.Copier | None:
+    """The bound copy between memory orders; None where there is none, and another way or torch's own is used."""
+    options = way.options()
+    if options is None or probes.BINDING.fault() is not None:
+        return None
+    noting = bind.Noting({**probes.known(OPTIONS), **options})
 
     def kernel(target: Tensor, source: Tensor) -> None:
-        transpose.copy(target, source)
+        way.copy(target, source)
 
-    if probes.BINDING.fault() is not None:
-        return None
+    kernel.__code__ = kernel.__code__.replace(co_name=f"copy_{next(_numbers_of_kernels)}")
     try:
-        return transpose.find(torch.compile(kernel, backend=noting, fullgraph=True), noting, dtype)
+        return copies.find(way, torch.compile(kernel, backend=noting, fullgraph=True), noting, dtype)
     except Exception as error:
-        probes.TRANSPOSITION.close(str(error) if isinstance(error, bind.Unbound) else probes.reason_of(error))
+        way.path.close(str(error) if isinstance(error, bind.Unbound) else probes.reason_of(error))
         return None
 
 

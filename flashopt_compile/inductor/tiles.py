@@ -30,6 +30,7 @@ from torch._inductor.custom_graph_pass import CustomSchedulerPass
 from torch._inductor.dependencies import MemoryDep
 from torch._inductor.utils import sympy_index_symbol
 from torch._inductor.virtualized import V
+from torch.utils._sympy.functions import Identity
 
 # Two states take 8 KiB of these, which stay in the nearest cache beside all that is read and written.
 TILE_ELEMENTS = 1024
@@ -225,7 +226,7 @@ class _TileBuffers(LocalBufferContext):
 
     def localize_function(self, fn: Any, rewrite_index: Any = None) -> Any:
         def within_tile(_: Any, index: Size, name: str) -> Size:
-            return index - self._begins[name]
+            return index + Identity(-self._begins[name])
 
         return super().localize_function(fn, within_tile)
 

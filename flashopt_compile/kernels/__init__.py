@@ -8,7 +8,7 @@ from flashopt_compile.kernels.emit import Emitted, emit
 from flashopt_compile.kernels.interpret import interpret
 from flashopt_compile.kernels.offline import Machine, compile_offline
 from flashopt_compile.kernels.pretend import UncheckedVersion
-from flashopt_compile.kernels.stray import contracted, divided
+from flashopt_compile.kernels.stray import contracted, rough
 from flashopt_compile.kernels.targets import TARGETS, Target
 from flashopt_compile.kernels.traffic import Traffic, traffic
 
@@ -21,8 +21,8 @@ __all__ = [
     "UncheckedVersion",
     "compile_offline",
     "contracted",
-    "divided",
     "emit",
     "interpret",
+    "rough",
     "traffic",
 ]

@@ -1,6 +1,6 @@
 """Run emitted Triton source on CPU tensors in triton's interpreter, for the bits that kernels compute.
 
-The interpreter has no FMA and no approximate division; docs/gpu.md explains the consequences.
+The interpreter has no FMA, and its divisions and roots are rounded correctly; docs/gpu.md explains the consequences.
 """
 
 import contextlib
@@ -181,8 +181,8 @@ def _stand_ins() -> dict[str, Any]:
     names = {name: name for name in ("rint", "floor", "ceil", "trunc", "sqrt", "exp", "exp2", "expm1", "log", "log1p")}
     names |= {"log2": "log2", "tanh": "tanh", "ldexp": "ldexp", "nearbyint": "rint", "pow": "power", "fmod": "fmod"}
     library = {name: elementwise(getattr(numpy, function)) for name, function in names.items()}
-    library |= {"rsqrt": elementwise(lambda x: 1 / numpy.sqrt(x))}
     library |= {"fma": elementwise(fused), "stray": stray}  # called by code from `stray`
+    library |= {"rsqrt": elementwise(lambda x: 1 / numpy.sqrt(x.astype(numpy.float64)))}
     helpers = {
         **{"maximum": larger, "minimum": smaller},
         **{"max2": reduced(numpy.max), "min2": reduced(numpy.min)},

@@ -12,6 +12,7 @@ from typing import Any
 
 from flashopt_compile.kernels import pretend, source
 from flashopt_compile.kernels.emit import Emitted
+from flashopt_compile.kernels.instructions import Count, in_amdgcn, in_sass
 from flashopt_compile.kernels.targets import Target
 
 
@@ -26,6 +27,27 @@ class Machine:
     shared_bytes: int
     widest_load_bits: int
     assembly: str  # PTX or AMDGCN
+    elements: float  # per thread
+    count: Count  # of one thread
+
+    @property
+    def instructions(self) -> float:
+        """Machine instructions per element."""
+        return self.count.instructions / self.elements
+
+    @property
+    def special(self) -> float:
+        """Operations of the special unit (XU) per element."""
+        return self.count.special / self.elements
+
+
+def missing_tool(target: Target) -> str:
+    """Why machine code for a target cannot be made or read here; empty if it can."""
+    if target.triton is None:
+        return "emitted only: triton has no compiler for it"
+    if target.is_hip or Path(_cuobjdump()).is_file():
+        return ""
+    return "emitted only: triton came without cuobjdump, which reads machine code"
 
 
 def compile_offline(emitted: Emitted, every: bool = False) -> list[Machine]:
@@ -40,6 +62,8 @@ def compile_offline(emitted: Emitted, every: bool = False) -> list[Machine]:
             f"target is {emitted.target.name!r}; triton's wheel has compilers only for NVIDIA and AMD, so for Intel "
             "there is only the emitted source."
         )
+    if lacking := missing_tool(emitted.target):
+        raise FileNotFoundError(f"target is {emitted.target.name!r}; {lacking}.")
     found: list[Machine] = []
     for name, text in emitted.kernels.items():
         tuner = getattr(source.load_kernel(name, text), name)
@@ -75,13 +99,15 @@ def _compile(tuner: Any, configuration: Any, target: Target, name: str) -> Machi
     assert target.triton is not None
     compiled = triton.compile(code, target=GPUTarget(*target.triton), options=options)
     read = _read_amd if target.is_hip else _read_nvidia
-    registers, spills, widest, assembly = read(compiled)
+    registers, spills, widest, assembly, count = read(compiled)
+    elements = _per_thread(tuner, configuration, target.triton[2])
     sizes = " ".join(f"{key}={value}" for key, value in configuration.kwargs.items())
     configuration = f"{sizes} warps={compiled.metadata.num_warps}"
-    return Machine(name, configuration, registers, spills, compiled.metadata.shared, widest, assembly)
+    shared = compiled.metadata.shared
+    return Machine(name, configuration, registers, spills, shared, widest, assembly, elements, count)
 
 
-def _read_nvidia(compiled: Any) -> tuple[int, int, int, str]:
+def _read_nvidia(compiled: Any) -> tuple[int, int, int, str, Count]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -93,7 +119,8 @@ def _read_nvidia(compiled: Any) -> tuple[int, int, int, str]:
     registers, stack, local = map(int, resources.groups())
     spilled = stack + local if re.search(r"\b(LDL|STL)\b", code) else 0
     widths = re.findall(r"\bld\.global[\w.:]*?(?:\.v(\d))?\.[bsuf](\d+)\b", compiled.asm["ptx"])
-    return registers, spilled, max(int(count or 1) * int(bits) for count, bits in widths), compiled.asm["ptx"]
+    widest = max(int(count or 1) * int(bits) for count, bits in widths)
+    return registers, spilled, widest, compiled.asm["ptx"], in_sass(code)
 
 
 @cache
@@ -107,7 +134,7 @@ def _disassemble(what: str, path: str) -> str:
     return subprocess.run([_cuobjdump(), what, path], capture_output=True, text=True, check=True).stdout
 
 
-def _read_amd(compiled: Any) -> tuple[int, int, int, str]:
+def _read_amd(compiled: Any) -> tuple[int, int, int, str, Count]:
     text = compiled.asm["amdgcn"]
 
     def told(key: str) -> int:
@@ -118,7 +145,7 @@ def _read_amd(compiled: Any) -> tuple[int, int, int, str]:
 
     spilled = 4 * (told("vgpr_spill_count") + told("sgpr_spill_count"))
     loads = re.findall(r"\b(?:global|buffer)_load_(?:[a-z0-9]+_)*?(dwordx(\d)|dword|[us]?short|[us]?byte)\w*", text)
-    return told("vgpr_count"), spilled, max(map(_amd_bits, loads)), text
+    return told("vgpr_count"), spilled, max(map(_amd_bits, loads)), text, in_amdgcn(text)
 
 
 def _amd_bits(load: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""One row per target: the memory traffic and resources of a step's kernels."""
+"""One row per target: traffic, resources and instructions of a step's kernels, and the time a model makes of them."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -6,16 +6,26 @@ from pathlib import Path
 from typing import Any
 
 from flashopt_compile.kernels.emit import Emitted
-from flashopt_compile.kernels.offline import Machine, compile_offline
+from flashopt_compile.kernels.offline import Machine, compile_offline, missing_tool
+from flashopt_compile.kernels.roofline import FUSED_BF16, FUSED_FP32, Verdict, verdicts
 from flashopt_compile.kernels.traffic import traffic
 
 # The fields of a row that `--json` prints.
-KEYS = ("target", "kernels", "temporaries", "read_bytes", "written_bytes", "registers", "spills", "shared_bytes")
+KEYS = (
+    *("target", "kernels", "temporaries", "read_bytes", "written_bytes", "registers", "spills", "shared_bytes"),
+    *("instructions", "xu", "bound_by", "ps_per_element"),
+)
 
 HEAD = [
     *("target", "kernels", "temporaries", "read B", "written B", "sum", "least"),
-    *("registers", "spills", "shared B", "widest load", "configuration"),
+    *("registers", "spills", "instructions", "XU", "shared B", "widest load", "configuration"),
 ]
+VERDICT_HEAD = ["device", "target", "memory", "issue", "XU", "bound by", "of fp32 fused AdamW", "of bf16 AdamW"]
+MODEL = (
+    "A model, no measurement: picoseconds per element if memory, issue of instructions, or the special unit (XU: "
+    "roots, conversions) alone set the time; and the longest of them over the time that memory takes for AdamW's "
+    "28 bytes (fp32) or 14 bytes (bf16)."
+)
 
 
 @dataclass(frozen=True)
@@ -32,25 +42,52 @@ class Row:
     spills: int | None = None
     shared_bytes: int | None = None
     widest_load_bits: int | None = None
+    instructions: float | None = None
+    xu: float | None = None
     configuration: str = ""
 
+    @property
+    def verdicts(self) -> list[Verdict]:
+        """The model's verdict for each device of the target."""
+        if self.instructions is None or self.xu is None:
+            return []
+        return verdicts(self.target, self.read_bytes + self.written_bytes, self.instructions, self.xu)
+
     def figures(self) -> dict[str, Any]:
-        return {key: asdict(self)[key] for key in KEYS}
+        judged = {
+            "bound_by": {each.device.name: each.bound_by for each in self.verdicts},
+            "ps_per_element": {each.device.name: each.ps_per_element for each in self.verdicts},
+        }
+        known = {**asdict(self), **judged}
+        return {key: known[key] for key in KEYS}
+
+    def verdict_cells(self) -> list[list[str]]:
+        """The cells under VERDICT_HEAD, a list for each device."""
+        return [
+            [
+                *(each.device.name, self.target),
+                *(f"{time:.2f}" for time in (each.memory, each.issue, each.special)),
+                *(each.bound_by, f"{each.share_of(FUSED_FP32):.2f}", f"{each.share_of(FUSED_BF16):.2f}"),
+            ]
+            for each in self.verdicts
+        ]
 
     def cells(self) -> list[str]:
         """The row's cells under HEAD, for people to read."""
         moved = (self.read_bytes, self.written_bytes, self.read_bytes + self.written_bytes, self.least_bytes)
         counted = [self.target, str(self.kernels), str(self.temporaries), *(f"{size:.3f}" for size in moved)]
         if self.registers is None:
-            return [*counted, "–", "–", "–", "–", "emitted only: triton has no compiler for it"]
-        taken = (self.registers, self.spills, self.shared_bytes, f"{self.widest_load_bits} bit", self.configuration)
-        return [*counted, *map(str, taken)]
+            return [*counted, *["–"] * 6, self.configuration]
+        issued = f"{self.instructions:.1f}", f"{self.xu:.1f}"
+        taken = (self.shared_bytes, f"{self.widest_load_bits} bit", self.configuration)
+        return [*counted, str(self.registers), str(self.spills), *issued, *map(str, taken)]
 
 
 def report(emitted: Emitted) -> tuple[Row, list[Machine]]:
     """One target's row, and the kernels' machine code if triton can compile for it."""
     moved = traffic(emitted)
-    machines = compile_offline(emitted) if emitted.target.triton else []
+    lacking = missing_tool(emitted.target)
+    machines = [] if lacking else compile_offline(emitted)
     row = Row(
         emitted.target.name,
         moved.launches,
@@ -58,6 +95,7 @@ def report(emitted: Emitted) -> tuple[Row, list[Machine]]:
         moved.read_bytes,
         moved.written_bytes,
         moved.least_read_bytes + moved.least_written_bytes,
+        configuration=lacking,
     )
     if not machines:
         return row, machines
@@ -66,6 +104,8 @@ def report(emitted: Emitted) -> tuple[Row, list[Machine]]:
         "spills": max(machine.spills for machine in machines),
         "shared_bytes": max(machine.shared_bytes for machine in machines),
         "widest_load_bits": max(machine.widest_load_bits for machine in machines),
+        "instructions": max(machine.instructions for machine in machines),
+        "xu": max(machine.special for machine in machines),
         "configuration": ", ".join(dict.fromkeys(machine.configuration for machine in machines)),
     }
     return Row(**{**asdict(row), **taken}), machines

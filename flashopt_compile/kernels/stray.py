@@ -1,4 +1,4 @@
-"""Change emitted code to arithmetic that hardware may use and the interpreter lacks: FMAs and rough divisions."""
+"""Change emitted code to arithmetic that hardware may use and the interpreter lacks: FMAs, rough quotients, roots."""
 
 import ast
 from collections.abc import Callable
@@ -12,14 +12,14 @@ def contracted(emitted: Emitted) -> Emitted:
     return _rewritten(emitted, _Contract)
 
 
-def divided(emitted: Emitted, ulps: int) -> Emitted:
+def rough(emitted: Emitted, ulps: int) -> Emitted:
     """Move every quotient and inverse root by `ulps`, up or down by the parity of its last bit.
 
     A GPU's may be two ulps off.
     """
     if abs(ulps) > 2:
         raise ValueError(f"ulps is {ulps}; allowed is −2 to 2.")
-    return _rewritten(emitted, lambda: _Divide(ulps))
+    return _rewritten(emitted, lambda: _Roughen(ulps))
 
 
 def _rewritten(emitted: Emitted, make: Callable[[], ast.NodeTransformer]) -> Emitted:
@@ -60,7 +60,7 @@ class _Contract(ast.NodeTransformer):
         return value
 
 
-class _Divide(ast.NodeTransformer):
+class _Roughen(ast.NodeTransformer):
     def __init__(self, ulps: int) -> None:
         self._ulps = ulps
 
@@ -68,11 +68,12 @@ class _Divide(ast.NodeTransformer):
         self.generic_visit(node)
         if not isinstance(node.op, ast.Div):
             return node
-        return self._moved(node)
+        return self._strayed(node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
-        return self._moved(node) if ast.unparse(node.func).endswith(".rsqrt") else node
+        return self._strayed(node) if ast.unparse(node.func).endswith(".rsqrt") else node
 
-    def _moved(self, node: ast.expr) -> ast.expr:
-        return ast.parse(f"libdevice.stray({ast.unparse(node)}, {self._ulps})", mode="eval").body
+    def _strayed(self, node: ast.expr) -> ast.expr:
+        text = f"libdevice.stray({ast.unparse(node)}, {self._ulps})"
+        return ast.parse(text, mode="eval").body
