@@ -173,7 +173,7 @@ def test_a_step_is_one_stage_whose_operations_run_no_python():
         weights = params_of(optimizer)
         grads = [weight.grad for weight in weights if weight.grad is not None]
         operations = [operation for call in stage.calls for operation in call.operations(weights, grads)]
-        assert len(operations) == 3 + 3  # a launch each, and the copies of the pack
+        assert len(operations) == 3 + 4  # a launch each; the pack is cleared and copied to, to, and from
         assert all(launch._runs_no_python(operation.func) for operation in (*operations, *count))
         versions = [weight._version for weight in weights]
         optimizer.step()
