@@ -102,8 +102,8 @@ def copiers(kind: type) -> list[Any]:
 
 def test_transposed_and_channels_last_weights_have_the_eager_bits():
     assert_identical(trained(eager=False), trained(eager=True))
-    (found,) = copiers(transpose.Way)
-    assert isinstance(found, copies.Copier)
+    found = copiers(transpose.Way)  # and those of other tests, in other dtypes
+    assert found and all(isinstance(each, copies.Copier) for each in found)
 
 
 def test_every_bit_of_interleaved_filters_is_copied():
