@@ -224,6 +224,7 @@ def test_the_c_function_behind_a_method_is_called_directly():
         run = StaticallyLaunchedTritonKernel.run
         function, num_warps, shared, arg_tys = 99, 4, 0, "OOfi"
         has_global_scratch = has_profile_scratch = False
+        device_agnostic = _has_tensordesc = False  # which torch 2.15 asks for
         C_impl = SimpleNamespace(_launch_kernel=lru_cache(maxsize=0)(lambda *given: launched.append(given)))
 
     runner: dict[str, Any] = {"runner": Owner().run}
