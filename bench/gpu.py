@@ -24,8 +24,8 @@ from bench.speed_picture import draw
 from bench.speed_rows import Goal, Row, table
 from flashopt_compile import FlashAdamW, FlashLion, FlashOptimizer, FlashSGD
 
-# Shares of heads and codes that may differ from the CPU's after a step: at most what docs/gpu.md has of emitted kernels,
-# 6 heads of 65,536 and 1 code of 1,000. Where a weight or state lies next to a tie, other formulas decide otherwise.
+# Shares of heads and codes that may differ from the CPU's after a step: the most that docs/gpu.md has of emitted
+# kernels, 6 heads of 65,536 and 1 code of 1,000. Where a number lies next to a tie, other formulas decide otherwise.
 MOST_HEADS, MOST_CODES = 1e-4, 1e-3
 STEPS = 5
 MIB = 2**20
