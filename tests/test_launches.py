@@ -245,7 +245,7 @@ def test_the_c_function_behind_a_method_is_called_directly():
 
 
 def test_copies_of_small_tensors_count_as_the_launches_that_torch_makes():
-    """Of 300 dense pairs, 448 fit into a launch where torch was built for CUDA 13, and 64 elsewhere."""
+    """One launch copies up to 448 dense pairs where torch was built for CUDA 13, and 64 elsewhere."""
     dense, strided = [torch.zeros(64, 64)] * 300, [torch.zeros(16, 40)[:, :30]] * 3
     counts = [host.launches_of_copies(dense, dense, build) for build in ("CUDA 13", "CUDA 12, ROCm")]
     assert counts == [1, 5]
